@@ -3,8 +3,8 @@
     import fastgen          # before or after transformers: that is all
     model.generate(...)     # same tokens, a fraction of the time
 
-Importing it enables it, unless FASTGEN_DISABLE=1 is set. Nothing heavy is imported: the patches are applied when
-Transformers itself is imported. `python -m fastgen` says whether this installation accelerates.
+Importing it enables it, unless FASTGEN_DISABLE=1 is set. The import itself is light: the patches are applied when
+Transformers is imported. `python -m fastgen` tells whether this installation accelerates.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ def enable(
     few_bits_inputs: str | None = None,
     cpu_weights: str | None = None,
 ) -> None:
-    """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
+    """Applies FastGen's patches to the toolkits imported now and later. May be called repeatedly.
 
-    Settings that are not given stay as they are; at first they have their defaults, or what the environment says
-    (FASTGEN_STRICT, FASTGEN_PACKED_WEIGHTS, ...). `fastgen.settings.Settings` says more of each.
+    Settings that are not given keep their values. Initially these are the defaults, or the values of the environment
+    variables (FASTGEN_STRICT, FASTGEN_PACKED_WEIGHTS, ...). `fastgen.settings.Settings` describes each in detail.
 
     Args:
-        strict: raise `FallbackError` where a call would fall back to the original code.
+        strict: raise `FallbackError` if a call would fall back to the original code.
         packed_weights: how long quantised copies of a model's weights live: "call" (the default), "keep" or "never".
         weight_dtype: the type that linear layers multiply with: "fp32" (the default: the model's own), or copies in
-            "int8", "int4" or "bf16", with which results are no longer those of the model's weights. On a GPU there are
-            copies in "int8" and "int4" alone.
+            "int8", "int4" or "bf16", whose results differ from those of the model's weights. On a GPU, only "int8" and
+            "int4" copies exist.
         linear_products: deprecated, without effect.
-        captured_step: whether decoding steps are captured and repeated: "auto" (the default), "always" or "never".
-        padding: what the results of encoders hold in the place of padding: "exact" (the default) or "zero".
+        captured_step: whether decode steps are captured and replayed: "auto" (the default), "always" or "never".
+        padding: what encoder results hold in padded positions: "exact" (the default) or "zero".
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens; "off" by default.
-        assisted_sampling: who draws in assisted generation with sampling: "library" (the default) or "fastgen".
+        assisted_sampling: who samples in assisted generation: "library" (the default) or "fastgen".
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
         keep_bits: `from_pretrained` keeps the weights of low-bit checkpoints in their bits: `KeepBits` for all calls.
         activations: what such weights are multiplied with on the CPU: "float" (the default) or "int8".
@@ -92,7 +92,7 @@ def enable(
 
     Raises:
         TypeError: a setting is given by its old and its new name.
-        ValueError: a value is none of these, or two of them contradict each other.
+        ValueError: a value is invalid, or two values contradict each other.
     """
     given = settings.renamed({name: value for name, value in locals().items() if value is not None})
     settings.change(**given, explicit=settings.current().explicit | given.keys())
@@ -100,13 +100,13 @@ def enable(
 
 
 def disable() -> None:
-    """Takes FastGen's patches out again: the toolkits have the very objects back that they had before."""
+    """Removes FastGen's patches: the toolkits get back the very objects that they had before."""
     _patches.disable()
     caches.free_all()
 
 
 def disabled() -> AbstractContextManager[None]:
-    """A context manager: inside the block, calls made by this thread run the original code.
+    """Returns a context manager: inside the block, calls made by this thread run the original code.
 
     Other threads are not affected. The patches stay in place and pass the calls through.
     """
@@ -114,40 +114,40 @@ def disabled() -> AbstractContextManager[None]:
 
 
 def status() -> Status:
-    """Versions, every patch (applied, or not and why) and every operator (which backend). Prints as a table."""
+    """Returns versions, every patch (applied, or why not) and every operator (its backend). Prints as a table."""
     from fastgen.report import collect
 
     return collect(_patches)
 
 
 def stats() -> Stats:
-    """What was accelerated and what fell back since the start or the last `reset_stats()`. `print` gives a table.
+    """Returns what was accelerated and what fell back since the start or the last `reset_stats()`. Prints as a table.
 
     Returns:
-        {entry point: {"accelerated": calls, "fallback": {reason: calls}}}, a dict. "fallback" counts calls that went to
-        the original code. An entry point that calls can do without, such as "transformers.captured_step", also has "not
-        used": {reason: calls}, for calls that did without it and were accelerated all the same. Speculative decoding
-        adds sums of tokens: "drafted", "accepted", "verifies", "near_ties", "rows_left".
+        {entry point: {"accelerated": calls, "fallback": {reason: calls}}}, a dict. "fallback" counts calls that ran on
+        the original code. An optional entry point, such as "transformers.captured_step", also has "not used": {reason:
+        calls}, for calls that did without it and were accelerated all the same. Speculative decoding adds sums of
+        tokens: "drafted", "accepted", "verifies", "near_ties", "rows_left".
     """
     return counters.snapshot()
 
 
 def reset_stats() -> None:
-    """Sets the counts of `stats()` to zero."""
+    """Resets the counts of `stats()` to zero."""
     counters.reset()
 
 
 def compare(model: Any, inputs: Any, *, tokenizer: Any = None, **generate_kwargs: Any) -> Comparison:
     """Generates with the original code and with FastGen, and compares the results, the times and the memory.
 
-    Each side has a first call, after a short warm-up, and later ones, both sides interleaved, once FastGen's calls
-    capture nothing more. All start from the same random state. There are five calls at least, and a warm-up.
+    After a short warm-up, each side makes a first call. Once FastGen's calls capture nothing more, both sides make
+    later calls, interleaved. All calls start from the same random state. There are at least five calls, and a warm-up.
 
     Args:
         model: a Transformers model, or a pipeline that generates.
         inputs: a mapping that is passed to `generate` as keywords (what a tokenizer returns), a tensor that is passed
             as its first argument, or a text or a list of texts. For a pipeline, whatever it takes.
-        tokenizer: of the texts. Decoder-only models get them padded on the left.
+        tokenizer: tokenizer for texts. For decoder-only models, texts are padded on the left.
         **generate_kwargs: passed to `generate`, or to the pipeline.
 
     Returns:
@@ -155,8 +155,8 @@ def compare(model: Any, inputs: Any, *, tokenizer: Any = None, **generate_kwargs
         sides; prints as a table.
 
     Raises:
-        TypeError: texts without a tokenizer.
-        ValueError: a pipeline that does not generate.
+        TypeError: texts are given without a tokenizer.
+        ValueError: the pipeline does not generate.
     """
     from fastgen.comparison import compare as run
 

@@ -1,9 +1,9 @@
-"""`python -m fastgen` says whether this installation accelerates, on which instruction set, with which releases.
+"""`python -m fastgen` tells whether this installation accelerates, on which instruction set, with which releases.
 
-`--verbose` lists every patch and every operator. Exit status: 0 where it accelerates, 1 where it does not.
+`--verbose` lists every patch and every operator. The exit status is 0 if it accelerates, and 1 if it does not.
 
-`python -m fastgen tune` measures which kernel of a linear layer is the fastest here by the number of rows, and writes a
-profile that takes the place of the shipped table (`fastgen.ops.linear.choose`).
+`python -m fastgen tune` measures which kernel of a linear layer is the fastest on this machine for each number of rows,
+and writes a profile that replaces the shipped table (`fastgen.ops.linear.choose`).
 """
 
 import argparse
@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
         sys.exit(tune.main())
     verbose = given.verbose
-    # The check imports Transformers, so that patches are applied: the status shows whether they fit.
+    # The check imports Transformers, which applies the patches: the status then shows whether they fit.
     line, accelerates = selfcheck.line()
     status = fastgen.status()
     print(line, status if verbose else f"{status.summary()}\n\nEach patch and operator: --verbose", sep="\n\n")

@@ -1,6 +1,6 @@
-"""Another project's distribution has an import package of the same name: installed over each other, both are broken.
+"""Detects another project's distribution with an import package of the same name: installed together, both are broken.
 
-Imported before the rest of the package, which may be of either.
+Imported before the rest of the package, whose files may belong to either.
 """
 
 from __future__ import annotations

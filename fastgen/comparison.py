@@ -1,4 +1,4 @@
-"""`fastgen.compare`: the promise, checked on the user's own model."""
+"""`fastgen.compare`: checks FastGen's promise on the user's own model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.randomness import RandomState
 from fastgen.quantization.layers import keeps_bits
 
-# Calls of FastGen before the later ones are measured, until there is nothing more to capture: at the most so many.
-# Short ones are captured once there were many, so a few are made in any case, as long as they take so many seconds.
+# FastGen makes calls until there is nothing more to capture, and at most this many, before later calls are measured.
+# Short calls are captured only after many of them, so at least this many are made, for up to this many seconds.
 _MOST_SETTLING, _LEAST_SETTLING, _LEAST_SECONDS = 24, 12, 3.0
 # Later calls of each side.
 _LATER = 5
-# Of neither kind there are further ones once they have taken so many seconds together.
+# No further calls of either kind are made once they have taken this many seconds together.
 _SECONDS = 20.0
 
 
@@ -38,22 +38,24 @@ class Run:
     first: float
     """Seconds of the first call. FastGen may capture steps in it."""
     seconds: float
-    """Seconds of a later call, when nothing more is captured: their median."""
+    """Median seconds of a later call, when nothing more is captured."""
     peak_memory: int | None
-    """Bytes in use at the most during a call beyond what was in use before it: device memory on CUDA, resident memory
-    of the process elsewhere; None where the system does not tell."""
+    """Peak bytes in use during a call beyond those in use before it: device memory on CUDA, resident memory of the
+    process elsewhere; None if the system does not report it.
+    """
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `fastgen.compare`. `print` gives a table."""
+    """The result of `fastgen.compare`. Prints as a table."""
 
     identical: bool
-    """Whether all calls of both sides gave the same token ids; of a pipeline, the same results."""
+    """Whether all calls of both sides returned the same token ids; for a pipeline, the same results."""
     first_difference: tuple[int, int] | None
-    """(row, position) of the first token that differs, or None. A position behind the end of one of the results means
-    that they have different lengths; (-1, -1), that they have different numbers of rows. Of a pipeline, the position is
-    -1: the result of that input differs."""
+    """(row, position) of the first token that differs, or None. A position after the end of one of the results means
+    that they have different lengths; (-1, -1), that they have different numbers of rows. For a pipeline, the position
+    is -1: the result of that input differs.
+    """
     original: Run
     fastgen: Run
     accelerated: bool
@@ -65,7 +67,7 @@ class Comparison:
     not_drafted: str | None = None
     """Why a call that could have had drafts went without them, or None."""
     settled: bool = True
-    """Whether nothing more was captured in the later calls; if not, even later ones may be faster."""
+    """Whether nothing more was captured in the later calls; if not, still later calls may be faster."""
     keeps_bits: bool = False
     """Whether the model has FastGen's low-bit layers, whose weights the original code unpacks in each call."""
 
@@ -86,7 +88,7 @@ class Comparison:
         rows.append(("later calls", *(f"{side.seconds:.3f} s" for side in sides), f"{self.speedup:.2f}x"))
         before, after = (side.peak_memory for side in sides)
         if before is not None and after is not None:
-            # Of a few MiB, a ratio would say nothing; and a larger one would be worse, other than of the times.
+            # A ratio of a few MiB would mean nothing, and a larger one would be worse, unlike for the times.
             rows.append(("memory added", *(f"{size / 2**20:+.1f} MiB" for size in (before, after)), ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
@@ -143,8 +145,8 @@ class _Side:
     """The calls of one side.
 
     Attributes:
-        results: of all of its calls.
-        counted: what FastGen had counted before and after the last one.
+        results: the results of all of its calls.
+        counted: FastGen's counts before and after the last call.
     """
 
     def __init__(self, work: _Generate | _Pipeline, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -156,12 +158,12 @@ class _Side:
         self.counted: tuple[dict[str, Any], dict[str, Any]] = {}, {}
 
     def warm_up(self) -> None:
-        """The first call of a process pays for threads, kernels and memory that later ones find ready."""
+        """Warms up: the first call of a process sets up threads, kernels and memory that later calls reuse."""
         with self._context():
             self._work.warm_up()
 
     def call(self) -> None:
-        """A measured call, from the random state that all start with."""
+        """Makes a measured call, from the common random state."""
         with self._context():
             seconds, peak, result = self._called()
         self._seconds.append(seconds)
@@ -169,7 +171,7 @@ class _Side:
         self.results.append(result)
 
     def settle(self) -> bool:
-        """Calls until one captures nothing, and none will; whether it came to that."""
+        """Makes calls until one captures nothing and no later one will; returns whether that was reached."""
         start = time.perf_counter()
         for number in range(1, _MOST_SETTLING + 1):
             made = graph.made
@@ -186,7 +188,7 @@ class _Side:
         return False
 
     def run(self) -> Run:
-        """What was measured."""
+        """Returns the measurements."""
         first, *later = self._seconds
         peaks = [peak for peak in self._peaks if peak is not None]
         return Run(first, statistics.median(later), max(peaks, default=None))
@@ -221,7 +223,7 @@ class _Generate:
         return {name: _copied(value) for name, value in self._arguments.items()}
 
     def warm_up(self) -> None:
-        """Two tokens."""
+        """Generates two tokens."""
         lengths = ("max_length", "min_length", "min_new_tokens")
         short = {name: value for name, value in self.arguments().items() if name not in lengths}
         self.model.generate(**{**short, "max_new_tokens": 2})
@@ -242,7 +244,7 @@ class _Generate:
 
 
 class _Pipeline:
-    """A pipeline of Transformers with these inputs."""
+    """A Transformers pipeline with these inputs."""
 
     def __init__(self, pipeline: Any, inputs: Any, options: dict[str, Any]) -> None:
         if not pipeline.model.can_generate():
@@ -255,13 +257,13 @@ class _Pipeline:
         return {name: _copied(value) for name, value in self._options.items()}
 
     def warm_up(self) -> None:
-        """A whole call of the original code: what shortens one is another option in each pipeline."""
+        """Makes a whole call of the original code: each pipeline has other options that would shorten one."""
         if not patching.is_active():
             self.call(self.arguments())
 
     def call(self, arguments: dict[str, Any]) -> Any:
         result = self._pipeline(copy.deepcopy(self._inputs), **arguments)
-        return _plain(list(result) if isinstance(result, Iterator) else result)  # of a data set, it has yet to run
+        return _plain(list(result) if isinstance(result, Iterator) else result)  # for a data set, it has yet to run
 
     @staticmethod
     def differs(first: Any, second: Any) -> tuple[int, int] | None:
@@ -273,7 +275,7 @@ class _Pipeline:
 
 
 def _tokenized(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, torch.Tensor]:
-    """The inputs of the model for texts, padded on the side that it generates from."""
+    """Returns the model's inputs for texts, padded on the side that it generates from."""
     if tokenizer is None:
         raise TypeError("fastgen.compare needs tokenizer= to take texts")
     if len(texts) > 1 and tokenizer.pad_token is None:
@@ -282,13 +284,13 @@ def _tokenized(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, torch.
     side = tokenizer.padding_side if model.config.is_encoder_decoder else "left"
     encoded = tokenizer(texts, padding=len(texts) > 1, padding_side=side, return_tensors="pt")
     known = inspect.signature(model.forward).parameters
-    if "token_type_ids" not in known:  # which tokenizers give to models that refuse it
+    if "token_type_ids" not in known:  # tokenizers return it for models that refuse it
         encoded.pop("token_type_ids", None)
     return {name: value.to(model.device) for name, value in encoded.items()}
 
 
 def _plain(result: Any) -> Any:
-    """The result of a pipeline, with tensors and arrays as lists, which can be compared."""
+    """Returns the result of a pipeline with tensors and arrays as lists, which can be compared."""
     if isinstance(result, Mapping):
         return {name: _plain(value) for name, value in result.items()}
     if isinstance(result, (list, tuple)):
@@ -301,39 +303,39 @@ def _count(stats: dict[str, Any], entry_point: str, what: str) -> Any:
 
 
 def _reasons(before: dict[str, Any], after: dict[str, Any], entry_point: str, what: str) -> str | None:
-    """The reasons that were counted in between."""
+    """Returns the reasons that were counted between two snapshots."""
     known, found = (_count(stats, entry_point, what) or {} for stats in (before, after))
     return "; ".join(reason for reason, calls in found.items() if calls > known.get(reason, 0)) or None
 
 
 def _copied(value: Any) -> Any:
-    """A copy of what a call changes: caches, encoder outputs, processors and criteria. Anything else as it is."""
+    """Copies what a call changes: caches, encoder outputs, processors and criteria. Returns anything else unchanged."""
     if isinstance(value, Mapping):
         return copy.copy(value)
     if not (isinstance(value, list) or hasattr(value, "get_seq_length")):
         return value
     try:
         return copy.deepcopy(value)
-    except (TypeError, RuntimeError):  # it holds a lock, or a tensor with a history: both runs share it
+    except (TypeError, RuntimeError):  # it holds a lock, or a tensor with gradient history: both sides share it
         return value
 
 
 def _peak_memory(device: torch.device) -> Callable[[], int | None]:
-    """What says later how much memory was in use at the most since now, beyond what is in use now."""
+    """Returns a function that later returns the peak memory since now, beyond the memory in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         allocated = torch.cuda.memory_allocated(device)
         return lambda: torch.cuda.max_memory_allocated(device) - allocated
     try:
-        # What earlier calls freed goes back to the system first, or it would hide what this one needs.
+        # Memory that earlier calls freed returns to the system first; it would hide what this call needs.
         memory.give_back_free()
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident memory
         resident = psutil.Process().memory_info().rss
     except OSError:
         return lambda: None  # not Linux
 
     def since() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()  # psutil does not tell it on Linux
+        lines = Path("/proc/self/status").read_text().splitlines()  # psutil does not report it on Linux
         high_water_mark = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
         return max(high_water_mark - resident, 0)
 

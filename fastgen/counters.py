@@ -1,4 +1,4 @@
-"""Counts of what was accelerated and what fell back, and why: the numbers behind `fastgen.stats()`."""
+"""Counts what was accelerated, what fell back, and why: the data of `fastgen.stats()`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 from fastgen import interrupts, settings
 from fastgen.locks import forkable_lock
 
-# What calls of `generate`, their captured steps, and speculative decoding are counted under, and those of encoders.
+# Entry points of calls of `generate`, of their captured steps, of speculative decoding, of FairSeq, and of encoders.
 GENERATE = "transformers.generate"
 CAPTURED_STEP = "transformers.captured_step"
 DRAFTS = "transformers.speculation"
 OF_FAIRSEQ = "fairseq.generate"
 ENCODER = "transformers.encoder"
 
-# Why a call goes without a captured step that a later call like it will have.
+# Reason why a call has no captured step although a later call like it will have one.
 NOT_YET = "too few steps so far to pay for recording one, on the CPU"
 
 Value = TypeVar("Value")
@@ -28,13 +28,13 @@ _PACKAGE = __file__.rpartition("counters")[0]
 
 
 class FallbackError(RuntimeError):
-    """Raised instead of falling back to the original code when FASTGEN_STRICT=1 or `enable(strict=True)` is set."""
+    """Raised instead of falling back to the original code if FASTGEN_STRICT=1 or `enable(strict=True)` is set."""
 
 
 _lock = forkable_lock()
-# By entry point, what happened ("accelerated", "fallback" or "not used"), and why.
+# By entry point, outcome ("accelerated", "fallback" or "not used"), and reason.
 _counts: Counter[tuple[str, str, str]] = Counter()
-# By entry point and name: what else there is to know of its calls, all together.
+# Further sums over the calls of an entry point, by name.
 _sums: Counter[tuple[str, str]] = Counter()
 
 
@@ -44,33 +44,33 @@ def _count(entry_point: str, outcome: str, reason: str = "") -> None:
 
 
 def count_accelerated(entry_point: str) -> None:
-    """One call of `entry_point` ran accelerated."""
+    """Counts an accelerated call of `entry_point`."""
     _count(entry_point, "accelerated")
 
 
 def count_fallback(entry_point: str, reason: str) -> None:
-    """One call of `entry_point` goes to the original code because of `reason`. Raises FallbackError in strict mode."""
+    """Counts a call of `entry_point` that falls back to the original code. Raises FallbackError in strict mode."""
     _count(entry_point, "fallback", reason)
     if settings.current().strict:
         raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
 
 
 def count_not_used(entry_point: str, reason: str) -> None:
-    """One call does without `entry_point` because of `reason`. That is no fallback: the call is accelerated anyway."""
+    """Counts a call that does without `entry_point`. That is no fallback: the call is accelerated anyway."""
     _count(entry_point, "not used", reason)
 
 
 def add(entry_point: str, **amounts: int) -> None:
-    """Adds to sums over the calls of `entry_point`, by name."""
+    """Adds to named sums over the calls of `entry_point`."""
     with _lock:
         for name, amount in amounts.items():
             _sums[entry_point, name] += amount
 
 
 def count_failure(entry_point: str, failure: Exception) -> None:
-    """An accelerated call of `entry_point` ended in `failure` and goes to the original code; warns of it.
+    """Counts an accelerated call that ended in `failure` and falls back to the original code, and warns of it.
 
-    The warning is about the place that has called FastGen. In strict mode it raises FallbackError.
+    The warning points to the code that called FastGen. Raises FallbackError in strict mode.
     """
     reason = f"{type(failure).__name__} in the accelerated call: {failure}"
     try:
@@ -87,10 +87,10 @@ def count_failure(entry_point: str, failure: Exception) -> None:
 def decided(
     entry_point: str, decide: Callable[..., Value], *arguments: Any, foreseen: tuple[type[Exception], ...] = ()
 ) -> Value | None:
-    """What `decide(*arguments)` returns, which looks at a call before anything is changed; None where it raises.
+    """Returns `decide(*arguments)`, which examines a call before anything is changed; None if it raises.
 
-    Then the call goes to the original code: that is counted and warned of as a failure is, and raises FallbackError in
-    strict mode. What is `foreseen` is raised. `decide` must not call what is not FastGen's own.
+    The call then falls back to the original code: a failure is counted and warned of, and raises FallbackError in
+    strict mode. `foreseen` exceptions are raised. `decide` must not call code that is not FastGen's own.
     """
     try:
         return decide(*arguments)
@@ -103,9 +103,9 @@ def decided(
 
 
 def level_of_caller(libraries: tuple[str, ...] = ()) -> int:
-    """The `stacklevel` of the first frame that is none of this package's, for the function that calls this.
+    """Returns the `stacklevel` of the first frame outside this package, for a warning in the calling function.
 
-    Modules whose names begin with one of `libraries` are passed over, too.
+    Skips modules whose names begin with one of `libraries`, too.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and (
@@ -115,7 +115,7 @@ def level_of_caller(libraries: tuple[str, ...] = ()) -> int:
     return level
 
 
-# What counts were called in earlier releases.
+# Names of counts in earlier releases.
 _FORMER_NAMES = {"checks": "verifies", "weights read in fewer bits": "weights read in 16 bits"}
 
 
@@ -135,7 +135,7 @@ class _Counts(dict[str, Any]):
 
 
 class Stats(_Counts):
-    """Counts by entry point. A dict; `print` gives a table with a line for each reason."""
+    """Counts by entry point. A dict; prints as a table with a line for each reason."""
 
     def __str__(self) -> str:
         if not self:
@@ -159,7 +159,7 @@ class Stats(_Counts):
 
 
 def snapshot() -> Stats:
-    """The counts since the start or the last reset, as `fastgen.stats()` returns them."""
+    """Returns the counts since the start or the last reset, as `fastgen.stats()` does."""
     found = Stats()
     with _lock:
         for (name, outcome, reason), calls in sorted(_counts.items()):
@@ -178,7 +178,7 @@ def _new_entry() -> _Counts:
 
 
 def merge(stats: Mapping[str, Any]) -> None:
-    """Adds what another process has counted: its snapshot."""
+    """Adds another process's counts, given as its snapshot."""
     with _lock:
         for name, entry in stats.items():
             for what, found in entry.items():
@@ -191,7 +191,7 @@ def merge(stats: Mapping[str, Any]) -> None:
 
 
 def reset() -> None:
-    """Sets every count to zero."""
+    """Resets all counts to zero."""
     with _lock:
         _counts.clear()
         _sums.clear()
@@ -199,7 +199,7 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """What is counted inside this block is forgotten at its end."""
+    """A context whose counts are discarded at its end."""
     with _lock:
         before = _counts.copy(), _sums.copy()
     try:
@@ -213,16 +213,16 @@ def set_aside() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Tokens that were drafted, and what came of them."""
+    """Numbers of drafted and accepted tokens."""
 
     drafted: int
     accepted: int
     verifies: int
-    """Forward passes that verified some."""
+    """Forward passes that verified drafts."""
 
     @classmethod
     def between(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Drafts | None:
-        """What two snapshots differ by; None if nothing was drafted in between."""
+        """Returns the difference of two snapshots; None if nothing was drafted in between."""
         old, new = (stats.get(DRAFTS, {}) for stats in (before, after))
         found = cls(*(new.get(name, 0) - old.get(name, 0) for name in ("drafted", "accepted", "verifies")))
         return found if found.drafted else None
@@ -234,17 +234,17 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of calls: how many were accelerated, and why the others were not. `str` says so on one line."""
+    """The outcome of calls: how many were accelerated, and why the others were not. `str` gives one line."""
 
     accelerated: int
     captured: int
     """How many of these had a captured step."""
     reasons: Mapping[str, int]
-    """Why the others were not, with the number of calls."""
+    """Why the other calls were not accelerated, with the number of calls."""
 
     @classmethod
     def of(cls, stats: Mapping[str, Any], entry_point: str) -> Outcome:
-        """The outcome of an entry point and its parts, which are named behind a comma, in a snapshot."""
+        """Returns the outcome, in a snapshot, of an entry point and its parts, which have a suffix after a comma."""
         accelerated, reasons = 0, Counter[str]()
         for name, entry in stats.items():
             if name.partition(",")[0] == entry_point:

@@ -27,7 +27,7 @@ COMMANDS = ("preprocess", "train", "hydra-train", "validate", "generate", "inter
 INSTALL = 'pip install "fastgen-transformers[fairseq]" && pip install --no-deps fairseq==0.12.2'
 
 _PROGRAM = "python -m fastgen.fairseq"
-# What Hydra and torch say about the way in which FairSeq calls them.
+# Warnings of Hydra and torch about the way in which FairSeq calls them.
 _WARNINGS = (
     r"hydra\.experimental\.|The version_base parameter|In 'config': Usage of|'config' is validated against|"
     r"The strict flag|'pin_memory' argument is set"
@@ -35,14 +35,15 @@ _WARNINGS = (
 
 
 def missing() -> str | None:
-    """What to tell a user who has no FairSeq, or None where there is one."""
+    """Returns the message for a user without FairSeq; None if it is installed."""
     return None if importlib.util.find_spec("fairseq_cli") else f"FairSeq is not installed: {INSTALL}"
 
 
 def silence() -> None:
-    """Leaves out what FairSeq says about its own code, about which its users can do nothing. For a command's process.
+    """Suppresses warnings about FairSeq's own code that its users cannot fix. For a command's process.
 
-    Called before FairSeq is imported: a task of speech asks for tensorboardX when it is, whatever is done with FairSeq.
+    Must be called before FairSeq is imported: the import of a speech task asks for tensorboardX, whatever the command
+    does.
     """
     warnings.filterwarnings("ignore", rf"\s*({_WARNINGS})")
     logging.getLogger("fairseq.tasks.text_to_speech").addFilter(lambda record: "tensorboardX" not in str(record.msg))
@@ -50,9 +51,9 @@ def silence() -> None:
 
 @contextlib.contextmanager
 def fast_layers(models: Iterable[Any]) -> Iterator[None]:
-    """Inside this block layers of models (torch modules) on the CPU have FastGen's faster form.
+    """A context in which layers of models (torch modules) on the CPU have FastGen's faster form.
 
-    For what calls models without generating, such as `fairseq-eval-lm`. `generate` has them anyway.
+    For code that calls models without generating, such as `fairseq-eval-lm`. `generate` uses these layers anyway.
     """
     from fastgen.decoding.layers import FastLayers
 
@@ -63,9 +64,9 @@ def fast_layers(models: Iterable[Any]) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 2 where there is no such command or no FairSeq, and 0 when it is done.
+    """Runs the command. Returns 0 when it is done, and 2 if the command does not exist or FairSeq is missing.
 
-    Errors of the command itself are those of FairSeq.
+    Raises the errors of FairSeq's command.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     plain = settings.current().disabled or words[:1] == ["--no-fastgen"]
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{_PROGRAM}: {problem}", file=sys.stderr)
         return 2
     silence()
-    fastgen.enable()  # also with FASTGEN_DISABLE=1: without, FairSeq could not be imported
+    fastgen.enable()  # even with FASTGEN_DISABLE=1, because FairSeq could not be imported otherwise
     sys.argv = [f"fairseq-{command}", *words[1:]]
     with fastgen.disabled() if plain else contextlib.nullcontext():
         importlib.import_module(f"fairseq_cli.{command.replace('-', '_')}").cli_main()

@@ -1,7 +1,7 @@
-"""Results of a given form: JSON of a schema, a regular expression, some texts, or a grammar.
+"""Constrained results: JSON of a schema, a regular expression, a choice of texts, or a grammar.
 
-In each step, tokens that cannot continue the form have no probability. Which these are, llguidance computes, from the
-form and the bytes of each token.
+In each step, tokens that cannot continue the form get no probability. llguidance computes these tokens from the form
+and the bytes of each token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
-# JSON is written as Python writes it. Where any space were allowed, small models would go on with spaces.
+# JSON is written as Python writes it. If any white space were allowed, small models would go on writing spaces.
 _ON_ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-# A tokenizer is read into a trie of its tokens' bytes, which takes up to a second: once for each set of tokens that end
-# a result, and each number of tokens, as some may be added.
+# llguidance reads a tokenizer into a trie of its tokens' bytes, which takes up to a second. It is cached by the end
+# tokens, and by the number of tokens, because tokens may be added.
 _tries: weakref.WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
 
 
@@ -30,20 +30,20 @@ class Grammar:
     """The form of a result. One object serves any number of calls, and threads.
 
     Args:
-        tokenizer: of the model; a fast one.
+        tokenizer: the model's tokenizer, a fast one.
         eos_token_id: tokens that end a result: `model.generation_config.eos_token_id`. By default the tokenizer's.
-        json_schema: a schema, as text or a dict, or a class of pydantic's: results are JSON of it, on one line. Its
-            `x-guidance` may say otherwise: {"whitespace_flexible": true}.
+        json_schema: a schema, as text or a dict, or a pydantic class: results are JSON that matches it, on one line.
+            `x-guidance` in the schema can change the layout: {"whitespace_flexible": true}.
         regex: results match all of it, in the syntax of Rust's crate regex.
         choice: results are one of these texts.
         grammar: in the syntax of Lark, or of llama.cpp (GBNF).
-        unless: what begins with this text is a result, too, whatever follows: as models write calls of tools. With
-            `json_schema` only.
+        unless: anything that begins with this text is also allowed, such as a model's tool calls. With `json_schema`
+            only.
 
     Raises:
         ImportError: llguidance is not installed.
-        ValueError: none or several of the forms are given, this one is malformed or not supported; or the tokenizer is
-            not a fast one.
+        ValueError: not exactly one form is given, the form is malformed or not supported, or the tokenizer is not a
+            fast one.
 
     Example:
         ```python
@@ -78,12 +78,12 @@ class Grammar:
         self._begin = _Form(_llguidance().LLMatcher(trie, text, log_level=0))
 
     def processor(self) -> FormProcessor:
-        """For one call of `generate`, with any number of inputs and beams: each sequence has the form."""
+        """Returns a processor for one call of `generate`, with any number of inputs and beams: all have the form."""
         return FormProcessor(self._begin)
 
 
 def _llguidance() -> Any:
-    """The module. ImportError: it is not installed."""
+    """Imports the module. Raises ImportError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -92,7 +92,7 @@ def _llguidance() -> Any:
 
 
 def _written(kind: str, form: Any) -> str:
-    """A form in the words of llguidance. ValueError: it is no form of this kind."""
+    """Translates a form for llguidance. Raises ValueError if the form is not of this kind."""
     if kind == "choice":
         if isinstance(form, str) or not form or not all(isinstance(text, str) and text for text in form):
             raise ValueError("choice is no list of texts with a character each at least")
@@ -106,7 +106,7 @@ def _written(kind: str, form: Any) -> str:
 
 
 def _schema_of(form: Any) -> str:
-    """A schema as JSON. ValueError: it is none."""
+    """Returns a schema as JSON. Raises ValueError if it is not valid."""
     form = form.model_json_schema() if hasattr(form, "model_json_schema") else form
     try:
         schema = json.loads(form) if isinstance(form, str) else form
@@ -116,7 +116,7 @@ def _schema_of(form: Any) -> str:
 
 
 def _unless(tokenizer: Any, begin: str, schema: str) -> str:
-    """A grammar of JSON of a schema, and of any text that begins so: maybe with a special token."""
+    """Returns a grammar of JSON of a schema, or of any text with this beginning, which may be a special token."""
     special = {each.content: number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
     token = max((each for each in special if begin.startswith(each)), key=len, default="")
     parts = [f"<[{special[token]}]>"] if token else []
@@ -129,7 +129,7 @@ def _malformed(said: str) -> str:
 
 
 def _first_line(said: str) -> str:
-    """Of what llguidance says, which may go on with its own state."""
+    """Returns the first line of a message of llguidance, which may go on with its own state."""
     return next(iter(said.strip().splitlines()), "")[:300]
 
 
@@ -151,13 +151,13 @@ def _trie_of(tokenizer: Any, eos: tuple[int, ...]) -> Any:
         except ValueError as error:
             what = f"{type(tokenizer).__name__} cannot be read by llguidance: {_first_line(str(error))}"
             raise ValueError(what) from error
-        tries.clear()  # another thread may, too
+        tries.clear()  # another thread may do the same
         tries[which] = made
     return made
 
 
 def _begin_anywhere(described: Any) -> None:
-    """Has a part of a tokenizer put no space before a text: a result goes on behind others."""
+    """Makes parts of a tokenizer put no space before a text: a result continues other text."""
     if isinstance(described, dict):
         if "add_prefix_space" in described:
             described["add_prefix_space"] = False
@@ -167,10 +167,10 @@ def _begin_anywhere(described: Any) -> None:
 
 
 class _Form:
-    """Where a sequence is in the form.
+    """The position of a sequence in its form.
 
     Args:
-        matcher: llguidance's.
+        matcher: llguidance's matcher.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -181,9 +181,10 @@ class _Form:
         self._blocked = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)  # [tokens]
 
     def behind(self, token: int) -> _Form:
-        """Where it is behind a token. One that does not continue the form was forced: it is no part of it.
+        """Returns the position after a token. A token that does not continue the form was forced, and is not part of
+        it.
 
-        Behind the end, where a beam may be that nobody wants, there is the end again.
+        The position stays at the end after the end token: a finished beam may continue there.
         """
         if token >= len(self._blocked) or self._blocked[token] or self._matcher.is_stopped():
             return self
@@ -196,11 +197,11 @@ class _Form:
         return token < len(self._blocked) and not self._blocked[token]
 
     def forced(self) -> list[int]:
-        """Tokens that come next, as there is no other text that could."""
+        """Returns the tokens that must come next, because no other text is possible."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
     def blocked(self, size: int) -> Tensor:
-        """[size], bool: which tokens may not come: none that a model has scores of beyond the tokenizer's."""
+        """Returns [size], bool: which tokens may not come next. Blocks the model's tokens beyond the tokenizer's."""
         if len(self._blocked) < size:
             self._blocked = torch.nn.functional.pad(self._blocked, (0, size - len(self._blocked)), value=True)
         return self._blocked[:size]

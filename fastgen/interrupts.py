@@ -1,9 +1,9 @@
-"""An interrupt (Ctrl-C) leaves nothing taken and is never swallowed, wherever it comes.
+"""Makes sure that an interrupt (Ctrl-C) releases everything taken, and is never swallowed, wherever it comes.
 
-Python raises a KeyboardInterrupt between two of its instructions: after a lock is got and before the `with` block that
-would give it back, or at the first instruction of an `__exit__`, which then does nothing. So what FastGen takes or
-changes for a while is noted first, with what undoes it (`undoing`). A call of the toolkit's that FastGen serves is
-`guarded`: at its end, everything is undone that has not been.
+Python raises a KeyboardInterrupt between two of its instructions: after a lock is acquired and before the `with` block
+that would release it, or at the first instruction of an `__exit__`, which then does nothing. So FastGen records what it
+takes or changes for a while beforehand, with a function that undoes it (`undoing`). A call of the toolkit's that
+FastGen serves is `guarded`: at its end, everything is undone that has not been.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-# What is undone is tried again where one comes; more than so many are none.
+# An undo that is interrupted is tried again, up to this many times.
 _MOST_INTERRUPTS = 1000
 
 
 class _OfThread(threading.local):
-    """What this thread has taken in its innermost guarded call, and the exception that was handled when it began."""
+    """What this thread has taken in its innermost guarded call, and the exception in handling when that began."""
 
     def __init__(self) -> None:
         self.taken: list[undoing] = []
@@ -34,14 +34,14 @@ _here = _OfThread()
 
 
 def _nothing() -> None:
-    """What is left to do."""
+    """Does nothing; replaces an undo function that has run."""
 
 
 class undoing:
-    """A context at whose end `undo()` has been called to its end, and not again later.
+    """A context at whose end `undo()` has run to completion, and will not run again.
 
-    What it undoes is done inside of the context. An interrupt may stop `undo` at any point, and then it is called once
-    more, from its beginning.
+    The action that it undoes happens inside the context. An interrupt may stop `undo` at any point; it is then called
+    again, from its beginning.
     """
 
     __slots__ = ("_taken", "_undo")
@@ -53,9 +53,9 @@ class undoing:
         self._taken.append(self)
 
     def __exit__(self, *error: object) -> None:
-        """What was taken inside of this context, and an interrupt has kept from being undone, is undone first.
+        """First undoes what was taken inside this context if an interrupt has kept it from being undone.
 
-        Without an exception it stays: contexts may overlap.
+        Without an exception such entries stay, because contexts may overlap.
         """
         taken = self._taken
         if error and error[0] is not None and taken is _here.taken and self in taken:
@@ -67,11 +67,11 @@ class undoing:
         if self in self._taken:
             self._undo()
             self._taken.remove(self)
-            self._undo = _nothing  # it belongs to what holds this
+            self._undo = _nothing  # it refers to the owner of this object
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which leaves nothing taken, whatever it raises."""
+    """Decorates a function so that everything it has taken is undone, whatever it raises."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             _here.taken, _here.handled = outer, handled
             raised: BaseException | None = None
             left = _MOST_INTERRUPTS
-            while taken:  # only where an interrupt has come
+            while taken:  # not empty only after an interrupt
                 try:
                     last = taken[-1]
                     last.close()
@@ -101,17 +101,18 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pass_on(error: BaseException, handled: BaseException | None = None) -> None:
-    """Raises what is `behind` an error, if there is something."""
+    """Raises the interrupt `behind` an error, if there is one."""
     interrupt = behind(error, handled)
     if interrupt is not None:
         raise interrupt
 
 
 def behind(error: BaseException, handled: BaseException | None = None) -> BaseException | None:
-    """What ends a program, a thread or a call, such as an interrupt, that `error` came of; None if it did not.
+    """Returns the interrupt, or another exception that ends a program, a thread or a call, that led to `error`; or
+    None.
 
-    It was on its way when other code raised something else, which could not do what it had to then. What was `handled`
-    already when the code began is known of a guarded call.
+    Such an exception may be raised while other code runs, which then fails with another error. Excludes exceptions that
+    were already being `handled` when the code began; a guarded call records them itself.
     """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
@@ -127,7 +128,7 @@ def behind(error: BaseException, handled: BaseException | None = None) -> BaseEx
 
 
 def _ends(error: BaseException) -> bool:
-    """Whether this ends what runs, wherever it comes: no `Exception`, or one that a handler of signals has raised.
+    """Whether an exception ends what runs, wherever it comes: not an `Exception`, or raised by a signal handler.
 
     A time limit by SIGALRM is such a handler.
     """
@@ -138,7 +139,7 @@ def _ends(error: BaseException) -> bool:
 
 
 def _codes_of_handlers() -> set[CodeType]:
-    """Code of the handlers in Python that signals have now."""
+    """Returns the code objects of the present signal handlers in Python."""
     found = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
@@ -146,7 +147,7 @@ def _codes_of_handlers() -> set[CodeType]:
             handler = handler.func
         if not callable(handler):
             continue
-        handler = inspect.unwrap(handler)  # a decorator's code is that of many functions
+        handler = inspect.unwrap(handler)  # many functions share a decorator's code
         code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
         if isinstance(code, CodeType):
             found.add(code)

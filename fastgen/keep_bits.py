@@ -1,4 +1,4 @@
-"""What is given to `from_pretrained` for weights that stay in the bits of their file."""
+"""The argument of `from_pretrained` that keeps weights in the bits of their file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from fastgen.settings import CHOICES
 
-# The key of a `quantization_config` in a file that asks for this. Other libraries do not look at it.
+# The key of a file's `quantization_config` that asks for this. Other libraries ignore it.
 IN_CONFIG = "fastgen_keep_bits"
 
 
@@ -19,13 +19,13 @@ class KeepBits:
             folder, gguf_file="model.gguf", quantization_config=fastgen.KeepBits()
         )
 
-    It serves GGUF, GPTQ, AWQ and compressed-tensors (docs/quantization.md). A checkpoint that FastGen cannot keep so is
-    loaded as the library does, with a warning that says why.
+    Serves GGUF, GPTQ, AWQ and compressed-tensors (docs/quantization.md). A checkpoint that FastGen cannot keep in its
+    bits is loaded by the library, with a warning that gives the reason.
 
     Args:
         activations: what the weights of this model are multiplied with on the CPU: "float", with the results of the
-            unpacked weights, or rounded to "int8", which is faster and changes results. By default as
-            `fastgen.enable(activations=...)` says.
+            unpacked weights, or rounded to "int8", which is faster and changes results. By default as set by
+            `fastgen.enable(activations=...)`.
 
     Raises:
         ValueError: `activations` is none of these.
@@ -39,5 +39,5 @@ class KeepBits:
             raise ValueError(f"activations is {self.activations!r}; known: {', '.join(map(str, known))}")
 
     def __getattr__(self, name: str) -> Any:
-        # The library asks for attributes of its own configurations where FastGen does not take this first.
+        # The library reads attributes of its own configurations if FastGen does not handle this object first.
         raise AttributeError(f"KeepBits has no {name}: FastGen reads it, which is disabled (call fastgen.enable())")

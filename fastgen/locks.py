@@ -1,4 +1,4 @@
-"""Locks that do not stop a forked process, nor stay taken after an interrupt."""
+"""Locks that neither block a forked process nor stay locked after an interrupt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _made: weakref.WeakKeyDictionary[Any, Callable[[], object]] = weakref.WeakKeyDic
 
 
 def forkable_lock(undo: Callable[[], object] = lambda: None) -> Any:
-    """A re-entrant lock of a module. In a forked process no thread has it but the one that has forked, if that had it.
+    """Returns a re-entrant lock for a module. In a forked process, only the forking thread may still hold it.
 
-    Other threads do not come along, so nobody would ever give back what they had. It is Python's own, in C: with the
-    methods of a class in Python, an interrupt could come between getting it and the block that gives it back.
+    Other threads do not exist there, so nobody would release their locks. This is Python's own lock, in C: in the
+    methods of a Python class, an interrupt could come between acquiring it and the block that releases it.
 
     Args:
-        undo: takes back, in the forked process, what another thread has done that had the lock.
+        undo: undoes, in the forked process, what another thread has done while it held the lock.
     """
     lock = threading.RLock()
     _made[lock] = undo
@@ -26,7 +26,7 @@ def forkable_lock(undo: Callable[[], object] = lambda: None) -> Any:
 
 
 def _take_from_others() -> None:
-    """In a forked process."""
+    """Releases other threads' locks in a forked process."""
     for lock, undo in list(_made.items()):
         if lock.acquire(blocking=False):
             lock.release()

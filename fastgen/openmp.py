@@ -1,8 +1,8 @@
-"""The threads of OpenMP, which torch's operators and the compiled ones share their work out to outside of programs.
+"""OpenMP's threads, which run torch's operators and FastGen's compiled ones outside captured programs.
 
-Each thread that calls operators gets a team of its own, which it keeps. GNU's OpenMP counts the threads of all teams:
-with more of them than there are cores, they sleep between two operators in place of waiting for the next one, and a
-product of a few rows takes two to three times as long. So a thread that leaves the work to another one ends its team.
+Each thread that calls operators gets a team of its own, and keeps it. GNU's OpenMP counts the threads of all teams: if
+there are more of them than cores, they sleep between two operators instead of spinning, and a linear op of a few rows
+takes two to three times as long. So a thread that leaves the work to another one ends its team.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SOFT = 1
 
 
 def end_team() -> None:
-    """Ends the team of the calling thread, which gets a new one with an operator that is worth several threads.
+    """Ends the calling thread's team. The thread gets a new team with its next multi-threaded operator.
 
-    Nothing happens inside of such an operator, in a forked process, which has a team's books without its threads, nor
-    with another OpenMP than GNU's.
+    Does nothing inside such an operator, in a forked process (which has the team's records without its threads), or
+    with an OpenMP other than GNU's.
     """
     pause = None if _is_forked else _pause()
     if pause is not None:
@@ -32,12 +32,12 @@ def end_team() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """`omp_pause_resource_all` of the OpenMP that torch has loaded; None for others than GNU's, and without one."""
+    """Returns `omp_pause_resource_all` of torch's OpenMP; None without OpenMP, or if it is not GNU's."""
     try:
-        loaded = ctypes.CDLL(torch._C.__file__)  # a name is looked for in what that needs, too
+        loaded = ctypes.CDLL(torch._C.__file__)  # symbols are also looked up in its dependencies
     except OSError:
         return None
-    if hasattr(loaded, "__kmpc_fork_call"):  # LLVM's and Intel's, which have GNU's names as well
+    if hasattr(loaded, "__kmpc_fork_call"):  # LLVM's and Intel's, which also export GNU's names
         return None
     return getattr(loaded, "omp_pause_resource_all", None)
 

@@ -1,7 +1,7 @@
-"""A row of things cut into the groups that cost least together, by dynamic programming over where a group ends.
+"""Partitions a sequence into the groups of the least total cost, by dynamic programming over the ends of groups.
 
-With inputs sorted by length this is Algorithm 2 of Fang et al., "TurboTransformers: An Efficient GPU Serving System For
-Transformer Models", PPoPP 2021, section 5: inputs of about the same length run together, as padding costs little then.
+For inputs sorted by length, this is Algorithm 2 of Fang et al., "TurboTransformers: An Efficient GPU Serving System For
+Transformer Models", PPoPP 2021, section 5: inputs of similar length run together, because that needs little padding.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from operator import itemgetter
 def cheapest(
     ends: Iterable[int], starts: Callable[[int], Iterable[int]], cost: Callable[[int, int], float]
 ) -> tuple[float, list[tuple[int, int]]]:
-    """The cuts of least cost, and what they cost together. Groups are (start, end), in order; end is not part of one.
+    """Returns the least total cost, and its groups: pairs (start, end), in order, where end is exclusive.
 
     Args:
-        ends: where a group may end, in rising order; the last of them is where the row ends.
-        starts: of a group that ends there, where it may start: at 0 or one of `ends`. Of equal ones the first counts.
-        cost: of a group from start to end.
+        ends: where a group may end, in rising order; the last is the end of the sequence.
+        starts: where a group with a given end may start: 0 or one of `ends`. Of equally good starts, the first is
+            taken.
+        cost: the cost of a group from start to end.
     """
     best: dict[int, tuple[float, int]] = {0: (0, 0)}
     end = 0

@@ -1,8 +1,8 @@
-"""What a patch is: a wrapper around one function of another library, applied when that library is imported.
+"""Patches: a patch wraps one function of another library when that library is imported.
 
-It is applied as soon as the target's module is imported (before or after FastGen), and `remove` puts the very same
-object back. What stands for the target is a plain function: it can be pickled and copied as the target can, and a
-compiler that traces it finds nothing but the target.
+It is applied as soon as the target's module is imported (before or after FastGen), and `remove` restores the very same
+object. The target's stand-in is a plain function: it can be pickled and copied like the target, and a compiler that
+traces it sees only the target.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fastgen.locks import forkable_lock
 
 Value = TypeVar("Value")
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-# Looks at a target before it is wrapped; returns why it must not be, or None.
+# Examines a target before it is wrapped; returns why it must not be, or None.
 Condition = Callable[[Any], str | None]
 _MISSING = object()
 
 _enabled = False
 _suspended: ContextVar[bool] = ContextVar("fastgen_suspended", default=False)
-# Targets that have their wrappers in the call that runs, by their qualified names, whatever is patched.
+# Qualified names of targets whose wrappers are used in the running call, whatever is patched.
 _in_place: ContextVar[frozenset[str]] = ContextVar("fastgen_in_place", default=frozenset())
 
 
@@ -50,30 +50,30 @@ def is_suspended() -> bool:
 
 @contextlib.contextmanager
 def held(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    """Inside this block the variable has this value for the calling thread."""
+    """A context in which the variable has this value for the calling thread."""
     with undoing(partial(variable.set, variable.get())):
         variable.set(value)
         yield
 
 
 def suspended() -> AbstractContextManager[None]:
-    """Inside this block wrappers pass every call of this thread through to the original code."""
+    """A context in which wrappers pass every call of this thread through to the original code."""
     return held(_suspended, True)
 
 
 def in_place(targets: Iterable[str]) -> AbstractContextManager[None]:
-    """Inside this block the calls of this thread have the wrappers of these targets without patches."""
+    """A context in which calls of this thread use the wrappers of these targets without patches."""
     return held(_in_place, frozenset(targets))
 
 
 def has(parameters: str) -> Condition:
-    """The condition that the target has these parameters, named with spaces between them, and maybe others.
+    """Returns a condition: the target has at least these parameters, separated by spaces.
 
-    One that releases call differently has all of its names, as in "cache|past_key_values".
+    A parameter whose name differs between releases lists all of its names, as in "cache|past_key_values".
     """
 
     def check(target: Any) -> str | None:
-        target = getattr(target, "__func__", target)  # of a static method
+        target = getattr(target, "__func__", target)  # unwraps a static method
         found = set(inspect.signature(target).parameters)
         missing = [names for names in parameters.split() if found.isdisjoint(names.split("|"))]
         return f"{target.__qualname__} has no parameter {', '.join(sorted(missing))}" if missing else None
@@ -82,8 +82,8 @@ def has(parameters: str) -> Condition:
 
 
 def takes(parameters: str, *, optional: str = "", uses: str = "") -> Condition:
-    """The condition that the target has just these parameters in this order, with or without the `optional` ones, and
-    `uses` these attributes and globals.
+    """Returns a condition: the target has exactly these parameters in this order, with or without the `optional` ones,
+    and `uses` these attributes and globals.
     """
     expected = parameters.split()
 
@@ -98,7 +98,7 @@ def takes(parameters: str, *, optional: str = "", uses: str = "") -> Condition:
 
 
 def names_in(function: Any) -> set[str]:
-    """The attributes and globals that a function reads, comprehensions inside it included."""
+    """Returns the attributes and globals that a function reads, including those of comprehensions inside it."""
     return _names(inspect.unwrap(function).__code__)
 
 
@@ -107,26 +107,26 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*nested)
 
 
-# The functions that stand for targets, and these.
+# Maps each stand-in to its target.
 _originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def original_of(function: Any) -> Any:
-    """The target that a function of another library stands for; None where it is that library's own."""
+    """Returns the target that a function of another library replaces; None for the library's own function."""
     return _originals.get(function) if inspect.isfunction(function) else None
 
 
 def stands_for(name: str) -> bool:
-    """Whether a function stands for the target of this qualified name. Others may have put theirs around it since."""
+    """Whether a stand-in replaces the target of this qualified name. Others may have wrapped the stand-in since."""
     if not _enabled:
         return name in _in_place.get()
     return any(getattr(original, "__qualname__", None) == name for original in list(_originals.values()))
 
 
 def _replacement(original: Any, wrapper: Wrapper, is_method: bool, inherits: Callable[[], Any] | None = None) -> Any:
-    """What takes the place of `original`, which may be a class or static method.
+    """Returns the replacement of `original`, which may be a class or static method.
 
-    `inherits` finds a target that its class has from another one, which somebody may replace for a while.
+    `inherits` finds a target that its class inherits from another one, where somebody may replace it for a while.
     """
     if isinstance(original, classmethod):
         return classmethod(_function(original.__func__, wrapper, binds=True))
@@ -136,11 +136,11 @@ def _replacement(original: Any, wrapper: Wrapper, is_method: bool, inherits: Cal
 
 
 def _function(original: Any, wrapper: Wrapper, binds: bool, inherits: Callable[[], Any] | None = None) -> Any:
-    # A closure over torch's function, where there is a torch: a compiler that traces this knows what it says.
+    # A closure over torch's function, if torch is imported: a compiler that traces the stand-in knows its value.
     is_compiling = getattr(getattr(sys.modules.get("torch"), "compiler", None), "is_compiling", lambda: False)
     is_traced = _is_traced
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:  # uses no global: it gets those of the original
+    def stand_in(*args: Any, **kwargs: Any) -> Any:  # uses no global: it gets the original's
         if is_compiling() or (binds and not args):
             return original(*args, **kwargs)
         target = original if inherits is None else inherits()
@@ -150,18 +150,18 @@ def _function(original: Any, wrapper: Wrapper, binds: bool, inherits: Callable[[
             return wrapper(target, None, args, kwargs)
         return wrapper(target.__get__(args[0]), args[0], args[1:], kwargs)
 
-    # TorchScript reads the source of the original, and looks its names up in the globals of what it is given.
+    # TorchScript reads the source of the original, and looks its names up in the globals of the function it is given.
     scope = getattr(inspect.unwrap(original), "__globals__", stand_in.__globals__)
     call: Any = FunctionType(stand_in.__code__, scope, stand_in.__name__, None, stand_in.__closure__)
     functools.update_wrapper(call, original)
-    if hasattr(original, "__wrapped__"):  # it stays what users of it know
+    if hasattr(original, "__wrapped__"):  # stays what its users know
         call.__wrapped__ = original.__wrapped__
     _originals[call] = original
     return call
 
 
 def _beneath(target: Any) -> Any:
-    """The target, if it is a stand-in that a FastGen left behind whose modules somebody has removed."""
+    """Returns the target beneath a stand-in that was left behind by a FastGen whose modules somebody has removed."""
     function = getattr(target, "__func__", target)
     code = getattr(function, "__code__", None)
     if code is None or function in _originals or (code.co_filename, code.co_name) != (__file__, "stand_in"):
@@ -171,8 +171,8 @@ def _beneath(target: Any) -> Any:
 
 
 def _is_traced() -> bool:
-    """Whether torch.fx traces what this thread runs, or a transform of `torch.func` is about it: no tensor holds
-    numbers then.
+    """Whether torch.fx traces what this thread runs, or a transform of `torch.func` is active: tensors then have no
+    values.
     """
     torch: Any = sys.modules.get("torch")
     try:
@@ -181,13 +181,13 @@ def _is_traced() -> bool:
         tracer = torch.fx._symbolic_trace
         is_tracing = getattr(tracer, "is_fx_symbolic_tracing", None)  # torch 2.10 has the flag alone, 2.15 the function
         return bool(is_tracing()) if is_tracing is not None else tracer._is_fx_tracing_flag
-    except AttributeError:  # there is no torch, or it is being imported, or it is another release
+    except AttributeError:  # torch is not imported yet, or is another release
         return False
 
 
 def bound(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
-    """The arguments of a call by name; None where they do not fit. The target itself is to say so then: called where an
-    exception is handled, what it raises would show that one.
+    """Returns the arguments of a call by name; None if they do not fit. The caller then calls the target itself, which
+    raises: inside an exception handler, its error would show this one as its context.
     """
     try:
         return inspect.signature(target).bind(*args, **kwargs)
@@ -196,14 +196,14 @@ def bound(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 _PACKAGE = __file__.rpartition("patching")[0]
-# On one line: it is the caller's, below.
+# On one line, which `on_behalf` sets to the caller's.
 _call = lambda function, /, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
 
 
 def on_behalf(wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    """A target, for a wrapper of it to call as if the code that has called the wrapper did so itself.
+    """Returns a target that a wrapper calls as if the code that called the wrapper did so itself.
 
-    A warning of the target's that names its caller names that place, and is shown once for each such place.
+    A warning of the target's that names its caller then names that place, and is shown once for each such place.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
@@ -217,32 +217,32 @@ def on_behalf(wrapped: Callable[..., Any]) -> Callable[..., Any]:
 class Patch:
     """One function of another library, wrapped."""
 
-    module: str  # that holds the target: the patch waits until it is imported
+    module: str  # holds the target: the patch waits until it is imported
     target: str  # its path inside the module, such as "GenerationMixin.generate"
-    # "package.module:function", imported only when the patch is applied, so that importing FastGen stays light. It gets
-    # (wrapped, instance, args, kwargs): the target, bound to the instance or class that it is a method of, if any.
+    # "package.module:function", imported only when the patch is applied, so that importing FastGen stays light. Called
+    # with (wrapped, instance, args, kwargs): the target, bound to the instance or class that it is a method of, if any.
     wrapper: str
     condition: Condition = lambda target: None  # what the target must look like: see `has` and `takes`
-    former: str | None = None  # what the target was called in other releases
-    is_inherited: bool = False  # its class has the target from another one, which is not to be changed
-    # Gets the patch and the reason where it is not applied, and the target's module is there.
+    former: str | None = None  # the target's name in other releases
+    is_inherited: bool = False  # its class inherits the target from another one, which must not be changed
+    # Called with the patch and the reason if it is not applied although the target's module is imported.
     on_refusal: Callable[[Patch, str], None] = lambda patch, reason: None
     state: str = "not enabled"  # or "waiting for import", "applied" or "not applied: <reason>"
     _owner: Any = field(default=None, repr=False)
     _attribute: str = field(default="", repr=False)
     _original: Any = field(default=_MISSING, repr=False)
     _installed: Any = field(default=None, repr=False)
-    _found: Wrapper | None = field(default=None, repr=False)  # by the first call, where it could not be found before
+    _found: Wrapper | None = field(default=None, repr=False)  # set by the first call, if it could not be found before
 
     @property
     def name(self) -> str:
         return f"{self.module}.{self.target}"
 
     def prepare(self) -> None:
-        """Called when FastGen is enabled, before `apply` and whether the module is imported or not."""
+        """Called when FastGen is enabled, before `apply`, whether the module is imported or not."""
 
     def apply(self) -> None:
-        """Wraps the target, or records in `state` why not. Does nothing when it is applied already."""
+        """Wraps the target, or records in `state` why not. Does nothing if it is already applied."""
         if self._installed is None:
             reason = self._apply()
             self.state = "applied" if reason is None else f"not applied: {reason}"
@@ -263,9 +263,10 @@ class Patch:
             wrapper: Wrapper = self._find()
         except (ImportError, AttributeError) as error:
             if "partially initialized module" not in str(error):
-                # A release without something that the wrapper builds on: the user's own import must not fail for that.
+                # The release lacks something that the wrapper needs: the user's own import must not fail because of
+                # that.
                 return str(error)
-            # The wrapper needs a module that is being imported right now. It will be there when it is called.
+            # The wrapper needs a module that is being imported right now. It will be there when the wrapper is called.
             wrapper = self._find_at_call
         inherits = None
         if self.is_inherited:
@@ -276,7 +277,7 @@ class Patch:
         return None
 
     def _look_up(self, target: str) -> tuple[Any, str, Any]:
-        """Where `target` is defined, its name there, and what it is now or `_MISSING`."""
+        """Returns where `target` is defined, its name there, and its present value or `_MISSING`."""
         *path, attribute = target.split(".")
         owner: Any = sys.modules[self.module]
         for part in path:
@@ -286,7 +287,7 @@ class Patch:
         return owner, attribute, vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
 
     def _find(self) -> Any:
-        """The function that `wrapper` names."""
+        """Returns the function that `wrapper` names."""
         module, _, function = self.wrapper.partition(":")
         return getattr(importlib.import_module(module), function)
 
@@ -300,7 +301,7 @@ class Patch:
         return self._found(wrapped, instance, args, kwargs)
 
     def remove(self) -> None:
-        """Puts the original object back. A target that somebody else has wrapped since keeps that wrapper."""
+        """Restores the original object. A target that somebody else has wrapped since keeps that wrapper."""
         self.state = "not enabled"
         if self._installed is None:
             return
@@ -310,7 +311,7 @@ class Patch:
             else:
                 setattr(self._owner, self._attribute, self._original)
         else:
-            # Taking our wrapper out of the middle of a chain is impossible; it passes calls through (`is_active`).
+            # A wrapper cannot be taken out of the middle of a chain; it passes calls through (`is_active`).
             self.state = "not enabled (left in place: another library has wrapped it since)"
         self._owner, self._original, self._installed = None, _MISSING, None
 
@@ -319,7 +320,7 @@ _everything: PatchSet | None = None
 
 
 def all_patches(make: Callable[[], list[Patch]]) -> PatchSet:
-    """The patches of FastGen, which `make` lists; those that there are where FastGen is imported once more."""
+    """Returns FastGen's patches, which `make` lists; the existing ones if FastGen is imported once more."""
     global _everything
     if _everything is None:
         _everything = PatchSet(make())
@@ -327,7 +328,7 @@ def all_patches(make: Callable[[], list[Patch]]) -> PatchSet:
 
 
 class PatchSet:
-    """All patches of FastGen, switched on and off together."""
+    """All patches of FastGen, enabled and disabled together."""
 
     def __init__(self, patches: list[Patch]) -> None:
         self.patches = patches
@@ -335,7 +336,7 @@ class PatchSet:
         self._lock = forkable_lock()
 
     def enable(self) -> None:
-        """Applies every patch whose target is imported, and the others when theirs is."""
+        """Applies every patch whose target is imported, and the others when their targets are."""
         global _enabled
         with self._lock:
             _enabled = True
@@ -345,7 +346,7 @@ class PatchSet:
                     patch.state = "waiting for import"
                 if patch.module not in self._hooked:
                     self._hooked.add(patch.module)
-                    # Called at once for a module that is imported already.
+                    # Called immediately for a module that is already imported.
                     wrapt.register_post_import_hook(self._on_import, patch.module)
             for module in {patch.module for patch in self.patches if patch.module in sys.modules}:
                 self._on_import(sys.modules[module])

@@ -1,8 +1,8 @@
-"""What releases of Transformers call things, and how they differ: the one place that knows.
+"""The names that releases of Transformers use, and the differences between releases: the only place that knows them.
 
-A name that some release has changed is spelled out here and nowhere else. Where a release differs in more than names,
-the function itself is asked (its parameters, the names that it uses, its result for two numbers), so that a release
-between two tested ones is served as it is. Importing this module imports neither torch nor Transformers.
+A name that some release has changed appears here and nowhere else. If a release differs in more than names, the
+function itself is inspected (its parameters, the names that it uses, its result for two numbers), so that a release
+between two tested ones is served, too. Importing this module imports neither torch nor Transformers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from fastgen import counters, patching
 from fastgen._version import __version__
 
-# The first and the last release that the equivalence tests run against. Others are used where their functions look
-# the same.
+# The first and the last release that the equivalence tests run against. Others are served if their functions look the
+# same.
 TESTED = ("5.4", "5.24")
-# Models that every tested release accelerates, whatever the way of decoding: the first table of docs/support.md.
+# Models that every tested release accelerates in all ways of decoding: the first table of docs/support.md.
 MODELS = frozenset(
     """
     BartForConditionalGeneration BlenderbotForConditionalGeneration BlenderbotSmallForConditionalGeneration
@@ -33,7 +33,7 @@ MODELS = frozenset(
     """.split()
 )
 
-# Others that every tested release accelerates in some way of decoding: of the second table.
+# Further models, which every tested release accelerates in some way of decoding: the second table.
 OTHER_MODELS = frozenset(
     """
     BertLMHeadModel BioGptForCausalLM CTRLLMHeadModel CodeGenForCausalLM CohereForCausalLM DeepseekV3ForCausalLM
@@ -46,13 +46,13 @@ OTHER_MODELS = frozenset(
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# ---- the K/V cache
+# ---- the KV cache
 
-# Its names among the arguments and outputs of models, newest first: up to 5.23 it has one of the others.
+# Its names among the arguments and outputs of models, newest first: releases up to 5.23 use one of the others.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# Positions in front of the tokens, an argument of embeddings: up to 5.23 the second.
+# Argument of embeddings: the number of positions before the tokens. Releases up to 5.23 use the second name.
 CACHE_LENGTHS = ("cache_length", "past_key_values_length")
-# The conditions of patches (`patching.has`): a parameter of one of these names.
+# For conditions of patches (`patching.has`): a parameter with one of these names.
 TAKES_CACHE = "|".join(CACHE_NAMES[:2])
 
 
@@ -65,53 +65,53 @@ def _known_cache_name() -> str | None:
 
 
 def cache_name() -> str:
-    """What models of the installed release call the K/V cache in their arguments and outputs."""
+    """Returns the name of the KV cache in the arguments and outputs of models of the installed release."""
     return _known_cache_name() or CACHE_NAMES[0]
 
 
 def why_no_cache() -> str:
-    """Why a call of `generate` with a cache has none where FastGen looks for it."""
+    """Returns why a call of `generate` with a cache has none where FastGen looks for it."""
     unknown = f"the release has another name for it than {', '.join(CACHE_NAMES)}"
     return f"no K/V cache ({'a model without one' if _known_cache_name() else unknown})"
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """The K/V cache as a keyword of a model, of its output, or of `generate`."""
+    """Returns the KV cache as a keyword of a model, of its output, or of `generate`."""
     return {cache_name(): cache}
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The K/V cache in the arguments or the output of a model; None where there is none."""
+    """Returns the KV cache in the arguments or the output of a model; None if there is none."""
     return given.get(cache_name())
 
 
 @functools.cache
 def streams_behind_criteria() -> bool:
-    """Whether the library's loop asks the criteria about a token before it gives that to the streamer: from 5.17 on."""
+    """Whether the library's loop runs the criteria on a token before it passes it to the streamer: since 5.17."""
     from transformers.generation import utils
 
     return hasattr(utils, "StopCheck")
 
 
 def has_own_cache(arguments: Mapping[str, Any]) -> bool:
-    """Whether the arguments of `generate` have a cache of the user's, by a name of any release."""
+    """Whether the arguments of `generate` include a cache of the user's, by a name of any release."""
     return any(arguments.get(name) is not None for name in CACHE_NAMES)
 
 
 def is_cache(name: str) -> bool:
-    """Whether an argument or an output of this name is the K/V cache."""
+    """Whether an argument or an output of this name is the KV cache."""
     return name in CACHE_NAMES
 
 
 def has_former_names(given: Mapping[str, Any]) -> bool:
-    """Whether keywords have a name that the installed release has given up, of which it warns."""
+    """Whether keywords use a name that the installed release has deprecated, of which it warns."""
     return cache_name() == CACHE_NAMES[0] and any(name in given for name in CACHE_NAMES[1:])
 
 
 def with_current_names(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate`, with those that the installed release calls by a former name under the present one.
+    """Returns arguments of `generate` with deprecated names replaced by the present ones.
 
-    The library does the same, and warns: once is enough where it is called twice.
+    The library does the same, and warns; if it is called twice, one warning is enough.
     """
     if not has_former_names(arguments):
         return arguments
@@ -121,9 +121,9 @@ def with_current_names(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def takes_cache(forward: Function) -> Function:
-    """The forward pass of a model of FastGen's, whose parameter `cache` has the name that the installed release uses.
+    """Decorates the forward pass of one of FastGen's models: renames its parameter `cache` as in the installed release.
 
-    Both names work in a call. `generate` finds the release's own in the signature.
+    A call may use either name. `generate` finds the release's own name in the signature.
     """
 
     @functools.wraps(forward)
@@ -142,14 +142,14 @@ def takes_cache(forward: Function) -> Function:
     return renamed  # type: ignore[return-value]  # the same one, but for a name
 
 
-# ---- what is in a K/V cache
+# ---- the contents of a KV cache
 
 
 class CacheLayerNames:
-    """What releases call the capacity of a layer of the K/V cache: the second is a former one."""
+    """The names of releases for the capacity of a layer of the KV cache: the second is a former one."""
 
     def capacity(self) -> int:
-        """Positions at the most; -1 for as many as there come."""
+        """Returns the largest number of positions; -1 for no limit."""
         raise NotImplementedError
 
     def get_max_length(self) -> int:
@@ -159,18 +159,18 @@ class CacheLayerNames:
         return self.capacity()
 
 
-# Of a cache, from 5.17 on: positions in front of the queries, where masks of a layer begin.
+# Method of a cache, since 5.17: positions before the queries, where masks of a layer begin.
 QUERY_OFFSET = "get_query_offset"
 
 
 def records_past(layer: Any) -> bool:
-    """Whether a layer of the K/V cache keeps states to go back to: from 5.17 on."""
+    """Whether a layer of the KV cache records states to go back to: possible since 5.17."""
     return bool(getattr(layer, "record_past", False))
 
 
 @functools.cache
 def keeps_states_in_cache() -> bool:
-    """Whether layers of the K/V cache keep the states of Mamba and others, by number: from 5.14 on."""
+    """Whether layers of the KV cache keep the states of Mamba and similar models, by number: since 5.14."""
     from transformers import cache_utils
 
     layer = getattr(cache_utils, "LinearAttentionLayer", None)
@@ -179,13 +179,13 @@ def keeps_states_in_cache() -> bool:
 
 # ---- generate
 
-# What encoders have made of pictures, among the inputs of a model.
+# The model input that holds encoders' outputs for images.
 ENCODED = "mm_encoder_outputs"
 
 
 @functools.cache
 def read_in_prefill() -> frozenset[str]:
-    """Inputs that models read in the prefill alone, such as pictures: later releases say which."""
+    """Returns the inputs that models read only in the prefill, such as images: later releases list them."""
     from transformers.generation import utils
 
     return frozenset(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
@@ -193,17 +193,17 @@ def read_in_prefill() -> frozenset[str]:
 
 @functools.cache
 def repeats_images_together() -> bool:
-    """Whether each sequence of an input gets all of its images: former releases repeat each of them for itself."""
+    """Whether each sequence of an input gets all of its images: former releases repeat each image separately."""
     from transformers.generation.utils import GenerationMixin
 
     return hasattr(GenerationMixin, "_expand_multimodal_outputs")
 
 
-# The part of `generate` that runs the encoder: its name now, and a former one.
+# The method of `generate` that runs the encoder: its present name, and a former one.
 RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
-# Options of `generate` that say how it is assisted, and that only later releases have.
+# Options of assisted generation that only later releases have.
 ASSISTANCE = ("assistant_ensemble_weight", "speculation_type", "use_mtp")
-# Up to 5.23, attention functions get the paged cache of continuous batching by this name.
+# Up to 5.23, attention functions get the paged cache of continuous batching under this name.
 PAGED_CACHE = "cache"
 
 
@@ -216,20 +216,20 @@ def is_tokenizer(value: Any) -> bool:
 
 # ---- logits processors
 
-# What `SequenceBiasLogitsProcessor` has where it goes through sequences by their length; others go one by one.
+# Attribute of a `SequenceBiasLogitsProcessor` that groups sequences by length; other releases process them one by one.
 GROUPED_BIASES = "multi_token_biases"
-# What `TopKLogitsWarper` has from 5.10 on, and does not use.
+# Attribute of `TopKLogitsWarper` since 5.10, which it does not use.
 KEPT_BY_TOP_K = "min_tokens_to_keep"
 
 
 # ---- GGUF files
 
-# The function that reads the header of such a file, from 5.17 on, and its module behind "transformers.".
+# The function that reads a file's header, since 5.17, and its module relative to "transformers.".
 GGUF_HEADER = ("integrations.gguf.reader", "read_gguf_metadata")
 
 
 def gguf_quantizer() -> type[Any]:
-    """What the library reads GGUF files with. Raises ImportError up to 5.10, which read them in another way."""
+    """Returns the library's quantizer for GGUF files. Raises ImportError up to 5.10, which has none."""
     from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
     return GgufHfQuantizer
@@ -239,7 +239,7 @@ def gguf_quantizer() -> type[Any]:
 
 
 def sorts_drawn_candidates() -> bool:
-    """Whether beam sampling puts the candidates that it has drawn in order: from 5.24 on."""
+    """Whether beam sampling sorts the candidates that it has drawn: since 5.24."""
     from transformers.generation.utils import GenerationMixin
 
     return "sort" in patching.names_in(GenerationMixin._get_top_k_continuations)
@@ -249,16 +249,16 @@ def sorts_drawn_candidates() -> bool:
 
 
 class Usual(str):
-    """A reason not to accelerate that lies in the call, or in what its user has changed: any release gives it."""
+    """A reason not to accelerate that lies in the call, or in the user's changes: it occurs in any release."""
 
 
 def version() -> str:
-    """The release of Transformers that is imported; "" before it is."""
+    """Returns the imported release of Transformers; "" before it is imported."""
     return str(getattr(sys.modules.get("transformers"), "__version__", ""))
 
 
 def is_tested(release: str, tested: tuple[str, str] = TESTED) -> bool:
-    """Whether a release lies between the first and the last one that are tested."""
+    """Whether a release lies between the first and the last tested ones."""
     first, last = (_numbers(each) for each in tested)
     return first <= _numbers(release) <= last
 
@@ -268,21 +268,21 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 _has_warned = False
-# Their code is between a call of the user's and what warns of it.
+# Modules between the user's call and the code that warns.
 _LIBRARIES = ("transformers.", "torch.", "contextlib", "wrapt.", "importlib.")
 
 
 def note(model: Any, reason: str, what: str = "generate runs on the original code") -> None:
-    """A call of `model` is not accelerated: warns, once, where that is the fault of a release that is not tested.
+    """Warns, once, that a call of `model` is not accelerated, if an untested release causes that.
 
-    That is so for a model of Transformers that every tested release accelerates, unless the reason is a `Usual` one.
+    It does if every tested release accelerates this Transformers model, unless the reason is a `Usual` one.
     """
     if _is_known(type(model)) and not isinstance(reason, Usual):
         _warn(f"{type(model).__name__}.{what}", reason)
 
 
 def note_encoder(model: Any, reason: str) -> None:
-    """The same for an encoder whose padding every tested release can leave out."""
+    """As `note`, for an encoder whose padding every tested release can skip."""
     _warn(f"{type(model).__name__} computes padding", reason)
 
 
@@ -290,9 +290,9 @@ _failed: dict[type, str] = {}
 
 
 def note_failure(model: Any, failure: Exception) -> str | None:
-    """An accelerated call of `model` was repeated after a failure: the reason, if the release is to blame as in `note`.
+    """Returns why an accelerated call of `model` failed and was repeated, if the release is to blame as in `note`.
 
-    Then it warns likewise, and `failed_before` has the next calls of such models not tried.
+    If so, warns likewise, and `failed_before` keeps later calls of such models from being tried.
     """
     if is_tested(version()) or not _is_known(type(model)):
         return None
@@ -303,12 +303,12 @@ def note_failure(model: Any, failure: Exception) -> str | None:
 
 
 def failed_before(kind: type) -> str | None:
-    """Why accelerated calls of such models are not tried any more."""
+    """Returns why accelerated calls of such models are not tried any more; None if they are."""
     return _failed.get(kind)
 
 
 def _is_known(kind: type) -> bool:
-    """Whether it is such a model, or made from one."""
+    """Whether this is, or derives from, a model that every tested release accelerates."""
     return any(
         base.__module__.startswith("transformers.models.") and base.__name__ in MODELS | OTHER_MODELS
         for base in kind.__mro__
@@ -316,7 +316,7 @@ def _is_known(kind: type) -> bool:
 
 
 def note_patch(patch: patching.Patch, reason: str) -> None:
-    """`generate` itself cannot be hooked, so that no call of it would say so: warns as `note` does."""
+    """Warns as `note` does if `generate` itself cannot be hooked, because then no call could warn."""
     if patch.target.endswith(".generate"):
         _warn("generate runs on the original code", reason)
 

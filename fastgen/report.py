@@ -1,4 +1,4 @@
-"""What `fastgen.status()` returns: versions, patches, operators."""
+"""Builds the result of `fastgen.status()`: versions, patches, operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OTHER_NAMES = {"fairseq": ("fairseq-fixed",)}
 
 @dataclass(frozen=True)
 class Status:
-    """A snapshot of what FastGen has changed in this process. `print(fastgen.status())` gives a table."""
+    """A snapshot of what FastGen has changed in this process. `print(fastgen.status())` prints a table."""
 
     enabled: bool
     """Whether calls are accelerated in this thread."""
@@ -36,7 +36,7 @@ class Status:
     patches: dict[str, str]
     """{target: "applied", "waiting for import", "not enabled" or "not applied: <reason>"}."""
     operators: dict[str, str]
-    """{operator: which backend serves it}, what captures decoding steps, and whether memory is kept."""
+    """{operator: its backend}, what captures decode steps, and whether memory is kept."""
     notes: list[str] = field(default_factory=list)
     """Anything the user should know, such as an untested version."""
 
@@ -46,7 +46,7 @@ class Status:
         return f"FastGen {self.versions['fastgen']}: {switch}{', strict' if self.strict else ''}"
 
     def summary(self) -> str:
-        """A few lines: versions, the instruction set of the operators, how many patches are in place, and notes."""
+        """Returns a few lines: versions, the operators' instruction set, how many patches are in place, and notes."""
         from fastgen.ops import _library
 
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if name != "fastgen")
@@ -77,7 +77,7 @@ class Status:
 
 
 def collect(patches: PatchSet) -> Status:
-    """The status of this process. Imports torch, for the operators; never a toolkit."""
+    """Returns the status of this process. Imports torch, for the operators, but never a toolkit."""
     from fastgen.decoding import host_memory
     from fastgen.decoding.captured import graph
     from fastgen.quantization import layers
@@ -100,17 +100,17 @@ def collect(patches: PatchSet) -> Status:
 
 
 def _instructions() -> str:
-    """The vectors that operators use here, and what else this processor has that they make use of."""
+    """Returns the vector instruction set of the operators, and further instructions that they use on this processor."""
     import torch
 
     asked = {"VNNI": "_is_vnni_supported", "BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
-    # Without public names: a release that lacks one says less.
+    # private names: a release that lacks one reports less
     found = [name for name, function in asked.items() if getattr(torch.cpu, function, bool)()]
     return " ".join([torch.backends.cpu.get_cpu_capability(), *([f"with {', '.join(found)}"] if found else [])])
 
 
 def _version(package: str) -> str:
-    # A toolkit that is imported is asked itself: it need not be the one that is installed.
+    # An imported toolkit is asked itself: it may differ from the installed one.
     imported = getattr(sys.modules.get(package), "__version__", None)
     if imported is not None:
         return str(imported)
@@ -130,14 +130,14 @@ def _untested(versions: dict[str, str]) -> Iterator[str]:
 
 
 def kernels() -> str:
-    """The table that chooses the kernels of linear layers, which decides about last digits."""
+    """Returns the source of the table that chooses the kernels of linear layers, which affects the last digits."""
     from fastgen.ops.linear import choose
 
     return choose.backend()
 
 
 def _weights() -> list[str]:
-    """What the user has to know of weights that are not those of the model."""
+    """Returns notes about weights that are not the model's own."""
     from fastgen.decoding.weights.formats import unavailable
 
     notes = {

@@ -1,4 +1,4 @@
-"""Whether this installation accelerates: a model of two layers runs both ways, and the tokens are compared."""
+"""Checks whether this installation accelerates: runs a model of two layers both ways, and compares the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEW_TOKENS = 12
 
 
 class Finding(NamedTuple):
-    """What came of the two runs."""
+    """The result of the two runs."""
 
     accelerates: bool
     detail: str
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
 def run() -> Finding:
     """Generates with a random model of two layers, with the original code and with FastGen.
 
-    Counts nothing in `fastgen.stats()`, and measures and keeps nothing.
+    Leaves `fastgen.stats()` unchanged, and measures and keeps nothing.
     """
     if not patching.is_active():
         return Finding(False, "FastGen is disabled (fastgen.disable(), or FASTGEN_DISABLE=1)")
@@ -65,7 +65,7 @@ def _compared() -> Finding:
 
 
 def _model() -> Any:
-    """A random Llama of two layers."""
+    """Returns a random Llama of two layers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,14 +79,14 @@ def _model() -> Any:
 
 
 def line() -> tuple[str, bool]:
-    """The first line of `python -m fastgen`, and whether it says yes."""
+    """Returns the first line of `python -m fastgen`, and whether it is positive."""
     try:
         import transformers
     except ImportError as error:
         return f"FastGen does not accelerate here: Transformers cannot be imported ({error})", False
     try:
         found = run()
-    except Exception as error:  # this line is what tells a user that something is wrong
+    except Exception as error:  # this line tells the user that something is wrong
         found = Finding(False, f"a model of two layers fails with {type(error).__name__}: {error}")
     release = f"Transformers {transformers.__version__}"
     if not releases.is_tested(transformers.__version__):

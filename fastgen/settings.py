@@ -27,25 +27,25 @@ CHOICES = {
     "self_speculation": ("off", "int8", "int4"),
     "assisted_sampling": ("library", "fastgen"),
 }
-# A run over a data set has steps recorded on the CPU for batches that ask for so many together: that must not depend on
-# what was measured. A call that may end at any token counts as no more than the last.
+# A run over a data set records steps on the CPU for batches that need at least this many steps together: results must
+# not depend on measurements. A call that may end at any token counts at most the second number.
 RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 48, 64
-# What the names of the installed commands begin with.
+# Prefixes of the names of the installed commands.
 _COMMANDS = (
     "fastgen-generate", "fastgen-embed", "fastgen-classify", "fastgen-quantize", "fastgen-interactive-for-fairseq",
     "fastgen-eval-lm", "fastgen-serve",
 )  # fmt: skip
 # Settings that are on or off.
 SWITCHES = ("keep_bits",)
-# Settings that there were, with the values that they had: they say nothing now.
+# Former settings, with the values that they had: they have no effect now.
 RETIRED = {"linear_products": ("measured", "fixed")}
-# Names that settings had, and their names now; and values that one of them had.
+# Former names of settings, with their present names; and former values of one of them.
 RENAMED = {"cpu_weights": "weight_dtype", "few_bits_inputs": "activations"}
 _RENAMED_VALUES = {"few_bits_inputs": {"exact": "float"}}
 
 
 def _flag(name: str) -> bool:
-    """True when the environment variable `name` is set to anything but an empty string, 0, false, no or off."""
+    """Whether the environment variable `name` is set to anything but an empty string, 0, false, no or off."""
     return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -55,43 +55,43 @@ class Settings:
 
     Attributes:
         disabled: importing FastGen changes nothing until `fastgen.enable()` is called (FASTGEN_DISABLE=1).
-        strict: raise `FallbackError` where a call would fall back to the original code (FASTGEN_STRICT=1).
-        packed_weights: how long the copies of a model's weights in `weight_dtype` are kept: for a "call" of `generate`
-            (the default), or with the model ("keep": a call that follows need not make them again, but weights must not
-            be written to through `parameter.data`). "never": linear layers run on torch's own products, and no weight
-            is copied but for a draft (FASTGEN_PACKED_WEIGHTS). Otherwise, captured greedy steps keep a copy of the
-            output layer in 8 bits, and captured steps of up to 16 rows one of each float32 weight that 16
+        strict: raise `FallbackError` if a call would fall back to the original code (FASTGEN_STRICT=1).
+        packed_weights: how long copies of a model's weights in `weight_dtype` are kept: for a "call" of `generate` (the
+            default), or as long as the model ("keep": a later call need not make them again, but weights must not be
+            written to through `parameter.data`). "never": linear layers run on torch's own kernels, and no weight is
+            copied except for a draft (FASTGEN_PACKED_WEIGHTS). With the other values, captured greedy steps also keep
+            an 8-bit copy of the output layer, and captured steps of up to 16 rows a copy of each float32 weight that 16
             bits represent exactly. Such a copy is validated in each call.
         weight_dtype: the type that linear layers multiply with: that of the weights, "fp32", or copies in "int8",
-            "int4" or "bf16", which change the results and are used for every linear layer: "bf16" of a model in
+            "int4" or "bf16", which change the results and are used for every linear layer: "bf16" for a model in
             float32, the others in half precision, too (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights
             (FASTGEN_CPU_WEIGHTS), is deprecated.
         weight_group_size: how many inputs share a scale in "int8" and "int4": 32, 64 or 128
-            (FASTGEN_WEIGHT_GROUP_SIZE). Fewer are more accurate, and take more memory.
-        keep_bits: `from_pretrained` reads checkpoints in low-bit formats into layers that keep their weights in these
-            bits, where FastGen knows the format (FASTGEN_KEEP_BITS=1); otherwise it returns what the library makes of
-            them. `KeepBits` asks for it in one call.
+            (FASTGEN_WEIGHT_GROUP_SIZE). Smaller groups are more accurate, and take more memory.
+        keep_bits: `from_pretrained` loads low-bit checkpoints into layers that keep their weights in these bits, if
+            FastGen knows the format (FASTGEN_KEEP_BITS=1); otherwise it returns what the library makes of them.
+            `KeepBits` asks for it in one call.
         activations: what the weights of such layers are multiplied with on the CPU: activations in "float" (the
             default), with the results of the unpacked weights, or rounded to "int8", row by row and group by group,
             which is faster and changes results (FASTGEN_ACTIVATIONS). The setting's old name, few_bits_inputs
             (FASTGEN_FEW_BITS_INPUTS, with "exact" for "float"), is deprecated.
-        captured_step: whether decoding steps are captured and repeated, on the CPU as recorded operators, on an NVIDIA
-            GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU where what is
-            left of a call, or the calls so far, let expect that recording pays: results may differ in the last digits
-            with that. "always": in the first call already. "never": the library's loop runs. With the last two, a
-            result of `generate` does not depend on the calls before.
-        padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
-            what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
-            padding is always left out.
+        captured_step: whether decode steps are captured and replayed, on the CPU as recorded operators, on an NVIDIA
+            GPU as a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): whenever a captured step serves the call;
+            on the CPU, once the rest of a call, or the calls so far, suggest that recording pays, so that the last
+            digits of results may depend on that. "always": from the first call on. "never": the library's loop runs.
+            With the last two, a result of `generate` does not depend on earlier calls.
+        padding: what encoder results hold where the input has padding (FASTGEN_PADDING). "exact" (the default): what
+            the library returns; padding is skipped only if no result has such positions. "zero": zeros, so that padding
+            is always skipped.
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model verifies
-            several at a time, where steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
+            several at a time, if steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
             those weights.
-        assisted_sampling: who draws where a call of `generate` asks for assisted generation with sampling
+        assisted_sampling: who samples if a call of `generate` asks for assisted generation with sampling
             (FASTGEN_ASSISTED_SAMPLING). "library" (the default): Transformers, on its own code, so that a seed gives
-            the tokens that it gives there; of several sequences, which it refuses, FastGen. "fastgen": FastGen's draft
-            and check, which draw other tokens of the same distribution.
+            the same tokens as there; FastGen only for several sequences, which Transformers refuses. "fastgen":
+            FastGen's draft and verify, which sample other tokens from the same distribution.
 
-        explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
+        explicit: the names of the settings that the user has given, in the environment or to `fastgen.enable`.
 
     Raises:
         ValueError: a value is not among these, or weight_dtype asks for packed weights and packed_weights forbids them.
@@ -116,7 +116,7 @@ class Settings:
                 raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {getattr(self, name)!r}; known: True, False")
         for name, known in CHOICES.items():
             given = getattr(self, name)
-            # 64.0 and a number that equals one of the known ones are not what is looked up with them.
+            # 64.0, and other values that merely equal a known one, are refused.
             if not any(type(given) is type(each) and given == each for each in known):
                 raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(map(str, known))}")
         for name in SWITCHES:
@@ -127,13 +127,13 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """The settings that the environment variables named above ask for."""
+        """Returns the settings that the environment variables named above ask for."""
         given: dict[str, Any] = {}
-        # An old name comes first, so that the new one counts where both are given.
+        # Old names come first, so that the new name wins if both are given.
         for name in (*RETIRED, *RENAMED, *CHOICES):
             value = os.environ.get(f"FASTGEN_{name.upper()}", "").strip().lower()
             if value:
-                # A number that is none is refused with the values that are known.
+                # An invalid number is refused with a list of the known values.
                 is_number = isinstance(CHOICES.get(name, ("",))[0], int) and value.isdecimal()
                 given |= renamed({name: int(value) if is_number else value}, "FASTGEN_{}".format)
         switches = {name: f"FASTGEN_{name.upper()}" for name in SWITCHES}
@@ -143,10 +143,10 @@ class Settings:
 
 
 def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) -> dict[str, Any]:
-    """`changes` with the names and values that settings have now; warns of old names, and of settings that are gone.
+    """Returns `changes` with present names and values of settings; warns of old names, and of settings that are gone.
 
     Args:
-        spelled: what a warning calls a setting, from its name in capitals.
+        spelled: formats a setting's name in warnings, given the name in capitals.
 
     Raises:
         TypeError: a setting is given by both names.
@@ -170,7 +170,7 @@ def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) 
 
 
 def _is_command() -> bool:
-    """Whether this process is a command of FastGen's, none of whose own code has run yet."""
+    """Whether this process is one of FastGen's commands, before any of its own code has run."""
     program = os.path.basename((getattr(sys, "argv", None) or [""])[0])
     if program == "-m":  # while Python looks for the module, whose name may be attached: -mfastgen
         return re.match(r"(-\w*?m)?fastgen(_cli|_serve)?(\.|$)", sys.orig_argv[-len(sys.argv)]) is not None
@@ -189,7 +189,7 @@ _of_block: ContextVar[Settings | None] = ContextVar("fastgen_settings", default=
 
 
 def current() -> Settings:
-    """The settings in force for the calling thread."""
+    """Returns the settings in force for the calling thread."""
     return _of_block.get() or _current
 
 
@@ -211,10 +211,10 @@ def change(**changes: Any) -> Settings:
 
 @contextlib.contextmanager
 def changed(**changes: Any) -> Iterator[None]:
-    """Inside this block the settings are those of its beginning with `changes` applied. Raises what `change` raises.
+    """A context with the present settings, plus `changes`. Raises what `change` raises.
 
-    This counts for the calling thread, and for threads that run in a copy of its context (`contextvars.copy_context`).
-    Other threads do not see it, and `change` called by them does not reach into the block.
+    It applies to the calling thread, and to threads that run in a copy of its context (`contextvars.copy_context`).
+    Other threads are not affected, and a `change` that they make does not affect the block.
     """
     with undoing(partial(_of_block.set, _of_block.get())):
         _of_block.set(_with(current(), changes))
@@ -222,7 +222,7 @@ def changed(**changes: Any) -> Iterator[None]:
 
 
 def unless_explicit(**changes: Any) -> dict[str, Any]:
-    """Those of `changes` whose setting has its default, and was not given by the user."""
+    """Returns those of `changes` whose setting has its default value, and was not given by the user."""
     now, default = current(), Settings()
     return {
         name: value

@@ -20,6 +20,7 @@ class Generate:
         seed: of what is drawn; None for one that is drawn, too.
         stop: texts that end a sequence (`stop_strings`).
         logprobs: the log-probability of each new token is wanted, and those of so many others at its position.
+        prompt_logprobs: the same of the tokens of the prompt, for decoder-only models.
         inputs: what the model reads besides, such as pixels: arrays, by their names.
         streams: new tokens are wanted as they are certain.
         penalties: taken from the score of a token for each time that it has been generated, and once if it has.
@@ -35,6 +36,7 @@ class Generate:
     inputs: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     form: Mapping[str, Any] | None = None
     penalties: tuple[float, float] = (0.0, 0.0)
+    prompt_logprobs: int | None = None
 
     @property
     def input_bytes(self) -> int:
@@ -74,7 +76,7 @@ def bytes_of(inputs: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A new token, its log-probability, and the likeliest tokens at its position, best first."""
+    """A token, its log-probability, and the likeliest tokens at its position, best first."""
 
     token: int
     logprob: float
@@ -104,9 +106,14 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Generated:
-    """The results of a request, best first."""
+    """The results of a request, best first.
+
+    Attributes:
+        prompt_logprobs: of each token of the prompt but the first, where they were asked for.
+    """
 
     sequences: tuple[Sequence, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def lengths(self) -> list[int]:

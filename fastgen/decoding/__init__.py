@@ -1,1 +1,1 @@
-"""The decoding core: K/V with a shared prefix and the bookkeeping of beams. It knows no toolkit."""
+"""The decoding core, which knows no toolkit: the KV cache with shared prefixes, searches, captures, weight copies."""

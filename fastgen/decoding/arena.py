@@ -1,11 +1,11 @@
-"""Memory of recorded programs: planned ahead from what is known of its use, in chunks that programs share.
+"""Memory of recorded programs: planned ahead from the lifetimes of results, in chunks that programs share.
 
-When a result is made and when it is read for the last time is known once a program has been recorded. So no memory
-is needed for results while it runs, and those that are not in use at the same time lie in the same place.
+Once a program has been recorded, it is known when each result is made and when it is read for the last time. So a run
+allocates no memory for results, and results that are not in use at the same time share memory.
 
 The plan is that of TurboTransformers (Fang et al., "TurboTransformers: An Efficient GPU Serving System For Transformer
 Models", PPoPP 2021, Algorithm 1) with one change. There, each result that fits nowhere gets a chunk of 1.2 times its
-size. Here, all of these share one new chunk, which is as large as they need.
+size. Here, all such results share one new chunk of exactly the size that they need.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 
 from fastgen.locks import forkable_lock
 
-ALIGNMENT = 64  # buffers begin at a multiple of it, in bytes: a cache line
-LEAST_CHUNK = 2**21  # bytes: what a small program leaves serves the next ones
+ALIGNMENT = 64  # buffers begin at multiples of a cache line, in bytes
+LEAST_CHUNK = 2**21  # bytes; the rest of a small program's chunk serves later programs
 
 
 class Buffer(NamedTuple):
-    """Memory that is needed from one moment to another, both of them included.
+    """Memory that is needed from one moment to another, both inclusive.
 
     Attributes:
         size: in bytes.
@@ -37,21 +37,21 @@ class Buffer(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Where a buffer lies: the number of its chunk, and where it begins there, in bytes."""
+    """The place of a buffer: the number of its chunk, and its offset there in bytes."""
 
     chunk: int
     begin: int
 
 
 class _Extent(NamedTuple):
-    """A place within a chunk, in bytes."""
+    """A range within a chunk, in bytes."""
 
     begin: int
     end: int
 
 
 def lifetimes(moments: Iterable[Iterable[tuple[int, int]]]) -> dict[int, Buffer]:
-    """The buffers, by number, of which each moment uses some: pairs of a number and the bytes that it needs."""
+    """Returns buffers by number. Each moment uses some, given as pairs of a number and the bytes that it needs."""
     found: dict[int, Buffer] = {}
     for moment, used in enumerate(moments):
         for number, size in used:
@@ -61,19 +61,19 @@ def lifetimes(moments: Iterable[Iterable[tuple[int, int]]]) -> dict[int, Buffer]
 
 
 def plan(buffers: Mapping[int, Buffer], chunks: Sequence[int] = ()) -> tuple[dict[int, Spot], int]:
-    """Places buffers in chunks. Two that are needed at the same time do not overlap.
+    """Places buffers in chunks. Buffers that are needed at the same time do not overlap.
 
-    The largest is placed first, each in the first chunk that has room for it as long as it is needed, and there in the
-    smallest gap that it fits into.
+    The largest buffers are placed first, each in the first chunk that has room for it during its lifetime, and there in
+    the smallest gap that it fits into.
 
     Args:
         buffers: by number.
-        chunks: sizes of those that there are, in bytes.
+        chunks: sizes of the existing chunks, in bytes.
 
     Returns:
-        Where each buffer lies, and the bytes that are needed of a chunk behind the given ones; 0 where they suffice.
+        The place of each buffer, and the bytes needed of a chunk after the given ones; 0 if these suffice.
     """
-    # What each chunk holds, by the moment: of hundreds of buffers a few are needed at the same time.
+    # What each chunk holds, by moment: of hundreds of buffers, few are needed at the same time.
     held: list[defaultdict[int, list[_Extent]]] = [defaultdict(list) for _ in range(len(chunks) + 1)]
     spots: dict[int, Spot] = {}
     needed = 0
@@ -91,12 +91,12 @@ def plan(buffers: Mapping[int, Buffer], chunks: Sequence[int] = ()) -> tuple[dic
 
 
 def _held(by_moment: Mapping[int, list[_Extent]], moments: Iterable[int]) -> list[_Extent]:
-    """What is held at some of these moments, in the order of `begin`."""
+    """Returns the ranges held at any of these moments, in the order of `begin`."""
     return sorted({extent for moment in moments if moment in by_moment for extent in by_moment[moment]})
 
 
 def _gap(size: int, held: Iterable[_Extent], end: float) -> int | None:
-    """Where the smallest gap between these begins that has the size, or what is free behind them; None without one."""
+    """Returns where the smallest sufficient gap between these begins, else the space after them; None if too small."""
     free, best, smallest = 0, None, math.inf
     for begin, last in held:
         if size <= begin - free < smallest:
@@ -110,7 +110,7 @@ def _rounded(size: int) -> int:
 
 
 class Chunk:
-    """A piece of the host's memory, of so many bytes. Lives as long as a program has it."""
+    """A piece of host memory of this many bytes. It lives as long as a program uses it."""
 
     def __init__(self, size: int) -> None:
         self.storage = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
@@ -123,12 +123,12 @@ class Chunk:
 class Arena:
     """Chunks that several programs use, one program after the other.
 
-    Nothing is kept in them from one program to the next, so only one may run at a time. A chunk is freed with the last
-    program that has something in it.
+    Programs leave nothing in them for the next program, so only one may run at a time. A chunk is freed with the last
+    program that uses it.
 
     Attributes:
-        allocations: chunks made so far.
-        nbytes: of the chunks that there are.
+        allocations: number of chunks made so far.
+        nbytes: total size of the present chunks.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Arena:
         return sum(chunk.nbytes for chunk in list(self._chunks.values()))
 
     def place(self, buffers: Mapping[int, Buffer]) -> dict[int, tuple[Chunk, int]]:
-        """Memory for each buffer of a program: its chunk, and where it begins there, in bytes.
+        """Returns the memory of each buffer of a program: its chunk, and the offset there in bytes.
 
         The program must keep the chunks as long as it runs.
 

@@ -1,17 +1,17 @@
-"""When to try again what did not pay."""
+"""Decides when to retry what did not pay."""
 
 from __future__ import annotations
 
 
 class BackOff:
-    """Waits `first` times, and after each failure twice as often, up to `most`; less than once is not at all."""
+    """Waits `first` times, and twice as often after each failure, up to `most`. Less than once means not at all."""
 
     def __init__(self, first: float, most: float) -> None:
         self._first, self._most = first, most
         self.succeed()
 
     def waits(self) -> bool:
-        """Whether to wait once more. To be asked once each time."""
+        """Whether to wait once more. To be called once each time."""
         self._left -= 1
         return self._left >= 0
 
@@ -22,5 +22,5 @@ class BackOff:
         self._interval = self._left = min(2 * self._interval, self._most)
 
     def give_up(self) -> None:
-        """Whatever comes of a trial, it cannot pay."""
+        """Waits as long as possible: whatever the next trial brings, it cannot pay."""
         self._interval = self._left = self._most

@@ -1,7 +1,7 @@
-"""Graph passes: a recorded graph with fewer operators, which does the same.
+"""Graph passes: they turn a recorded graph into one of fewer operators with the same results.
 
-A pass relies on nothing that a replay may change. The contents of a storage that was there before the recording may
-differ in each replay; known is only what a replay itself writes.
+A pass relies on nothing that may differ between replays. The contents of storages that existed before the recording may
+differ; only what a replay itself writes is known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, 
 from fastgen.ops import packed_attention
 
 _aten = torch.ops.aten
-# They use the shape and the type of their tensor, and not its contents.
+# They use the shape and dtype of their tensor, not its contents.
 _BY_LAYOUT = frozenset(
     {_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.zeros_like, _aten.ones_like, _aten.full_like}
 )
@@ -27,13 +27,13 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def run(recording: Recording) -> Recording:
-    """The recording without allocations, constants, copies that never differ, and results that nobody reads.
+    """Returns the recording without allocations, constants, unneeded copies, and results that nothing reads.
 
-    An addition after a product becomes its bias. The argmax of an LM head is found from approximate logits
-    (`fastgen.decoding.lm_head_pass`). An embedding becomes an `index_select` that writes where its result belongs;
-    torch's own operator makes a copy. Attention of sequences is FastGen's operator where that is faster.
+    An addition after a product becomes its bias. The argmax of an LM head uses approximate logits
+    (`fastgen.decoding.lm_head_pass`). An embedding becomes an `index_select`, which writes directly to its result;
+    torch's own operator makes a copy. Attention of sequences becomes FastGen's operator if that is faster.
 
-    A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
+    A constant stays in the storage that the recording has for it, which is then no longer in `made`.
     """
     found = Recording()
     found.storages = recording.storages
@@ -50,11 +50,11 @@ def run(recording: Recording) -> Recording:
 
 
 def _constants(operations: list[Operation]) -> set[int]:
-    """The storages that one operator writes, once, and always with the same contents."""
+    """Returns the storages that a single operator writes, once, and always with the same contents."""
     writers = Counter(storage for each in operations for storage in (*each.made, *each.in_place))
     found: set[int] = set()
     for each in operations:
-        # A sparse tensor lies where no one knows: its contents may change.
+        # The memory of a sparse tensor is unknown, so its contents may change.
         is_dense = not any(isinstance(arg, Constant) and isinstance(arg.value, torch.Tensor) for arg in each.args)
         is_pure = is_dense and each.only_computes and not each.in_place and None not in each.outputs
         inputs = frozenset() if each.function.overloadpacket in _BY_LAYOUT else each.used
@@ -64,10 +64,10 @@ def _constants(operations: list[Operation]) -> set[int]:
 
 
 def _without_copies(operations: list[Operation]) -> list[Operation]:
-    """Whoever reads a copy reads the original, if neither of the two is written to until then."""
+    """Has readers of a copy read the original, if neither of the two is written to until the last reader."""
     writes: defaultdict[int, list[int]] = defaultdict(list)
     reads: defaultdict[int, list[int]] = defaultdict(list)
-    outside: set[int] = set()  # storages that are read as another type, or beyond the first result in them
+    outside: set[int] = set()  # storages that are read as another dtype, or beyond their first result
     results = {ref.storage: ref for each in operations for ref in each.outputs if ref is not None}
     for number, each in enumerate(operations):
         for storage in (*each.made, *each.in_place):
@@ -110,11 +110,11 @@ def _with_own_attention(operations: list[Operation], recording: Recording) -> li
 
 
 def _own_attention(operation: Operation, used: frozenset[int], recording: Recording) -> Operation | None:
-    """Attention of sequences over all of their tokens as FastGen's operator."""
+    """Returns FastGen's operator for attention of sequences over all of their tokens, or None if it does not serve."""
     args, options = tree_unflatten(operation.args, operation.structure)
     scale = options.pop("scale", Constant(None))
     out, sums = operation.outputs
-    # No dropout, no mask, not causal, and nobody reads the log-sum-exp.
+    # No dropout, no mask, not causal, and the log-sum-exp is not read.
     is_plain = all(isinstance(each, Constant) and not each.value for each in (*args[3:], *options.values()))
     if not is_plain or out is None or sums is None or sums.storage in used:
         return None
@@ -137,13 +137,13 @@ def _own_attention(operation: Operation, used: frozenset[int], recording: Record
 
 
 def _as_row(ref: TensorRef, recording: Recording) -> torch.Tensor | None:
-    """[batch, heads, length, dim] as [heads, tokens, dim] in the same memory; None where it does not lie so."""
+    """Returns [batch, heads, length, dim] as [heads, tokens, dim] in the same memory; None if its layout differs."""
     storage = recording.storages[ref.storage]
     return packed_attention.as_row(ref.of_storage(storage))
 
 
 def _with_biases(operations: list[Operation]) -> list[Operation]:
-    """A product, and a bias that is added to it right after, are one operator."""
+    """Merges a product and a bias that is added to it right after into one operator."""
     uses = Counter(storage for each in operations for storage in each.used)
     found: list[Operation] = []
     for each in operations:
@@ -156,11 +156,11 @@ def _with_biases(operations: list[Operation]) -> list[Operation]:
 
 
 def _with_bias(product: Operation, addition: Operation) -> Operation | None:
-    """In float32 only: in half precision there are two results that are rounded."""
+    """Returns the merged operator, in float32 only: in half precision, product and sum are each rounded."""
     if product.function is not _aten.mm.default or addition.function is not _aten.add.Tensor:
         return None
     (result,), (out,) = product.outputs, addition.outputs
-    if result is None or out is None or len(addition.args) != 2:  # a third one is a factor
+    if result is None or out is None or len(addition.args) != 2:  # a third argument is a factor
         return None
     x, bias = addition.args
     if not (isinstance(x, TensorRef) and isinstance(bias, TensorRef) and x.storage == result.storage):
@@ -177,7 +177,7 @@ def _with_bias(product: Operation, addition: Operation) -> Operation | None:
 
 
 def _selected(operation: Operation) -> Operation:
-    """An embedding as an `index_select` of rows, [tokens, width]; any other operator unchanged."""
+    """Returns an embedding as an `index_select` of rows, [tokens, width]; any other operator unchanged."""
     if operation.function is not _aten.embedding.default:
         return operation
     weight, ids = operation.args[:2]
@@ -193,13 +193,13 @@ def _selected(operation: Operation) -> Operation:
 
 
 def _has_layout(one: TensorRef, other: TensorRef) -> bool:
-    """Whether two tensors have the same type, and the same strides."""
+    """Whether two tensors have the same dtype, sizes and strides."""
     distances = [[d for n, d in zip(each.size, each.stride, strict=True) if n > 1] for each in (one, other)]
     return one.dtype is other.dtype and one.size == other.size and distances[0] == distances[1]
 
 
 def _needed(operations: list[Operation], made: set[int], later: Iterable[int] = ()) -> list[Operation]:
-    """The operations without those that only compute results which nobody reads, of these or `later`."""
+    """Returns the operations without those that only compute results which neither these nor `later` read."""
     read = set(later)
     found = []
     for each in reversed(operations):

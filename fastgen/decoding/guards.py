@@ -1,9 +1,9 @@
-"""Guards: what a recording takes for granted of a model, checked before the recording is replayed.
+"""Guards: what a recording assumes about a model, checked before the recording is replayed.
 
-A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
-register hooks, exchange forward passes and functions. The contents of a parameter need no guard: a recording reads them
-from memory. An attribute that the model's code does not name changes nothing. A model with third-party code has no
-recording at all (`fastgen.decoding.library_code`). docs/architecture.md says which changes are not noticed.
+Between two calls, a user may replace modules or parameters, switch adapters through attributes, set scales, register
+hooks, and replace forward passes and functions. The contents of parameters need no guard: a recording reads them from
+memory. An attribute that the model's code does not name has no effect. A model with third-party code is never recorded
+(`fastgen.decoding.library_code`). docs/architecture.md lists changes that are not noticed.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from fastgen.decoding.library_code import Reached
 from fastgen.decoding.modules import modules_of
 
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
-# What torch keeps in modules, but for the hooks; and what needs no copy.
+# Attributes that torch keeps in modules, except hooks; and types whose values need no copy.
 _OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS | {"forward"}
 _ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-# Where modules hold others, and tensors.
+# Attributes in which modules keep other modules, and tensors.
 _HELD = frozenset({"_modules", "_parameters", "_buffers"})
 
 
 class ModelState(NamedTuple):
-    """What a recording takes for granted of a model itself."""
+    """What a recording assumes about the model itself."""
 
     modules: Hashable
-    tensors: Hashable  # where parameters and buffers are
+    tensors: Hashable  # addresses, dtypes and shapes of parameters and buffers
     code: Hashable
     config: Hashable
     chosen: Hashable
 
 
 class GuardedState(NamedTuple):
-    """What a recording takes for granted: the key of its guards."""
+    """Everything that a recording assumes: the key of its guards."""
 
     model: ModelState
     functions: Hashable
 
 
 def state_of(model: Any, names: Container[str]) -> ModelState:
-    """What a recording takes for granted: modules, their settings and code, and where parameters and buffers are.
+    """Returns what a recording assumes: modules, their settings and code, and the memory of parameters and buffers.
 
     Args:
-        names: of the attributes that are guarded.
+        names: names of the attributes that are guarded.
     """
     found, describer = modules_of(model), _Describer(model.config)
     modules = tuple([(id(m), type(m), m.training, _forward(m), _settings(m, describer, names)) for m in found])
@@ -67,17 +67,17 @@ def state_of(model: Any, names: Container[str]) -> ModelState:
 
 
 def _classes_of(types: Iterable[type]) -> list[Any]:
-    """The namespaces of these types and their bases, each once."""
+    """Returns the namespaces of these types and their bases, each once."""
     return list(map(vars, {base: None for kind in dict.fromkeys(types) for base in kind.__mro__}))
 
 
 def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
-    """Their forward passes, which a user may exchange for all modules of a class."""
+    """Returns guards of the classes' forward passes, which a user may replace for all modules of a class."""
     return tuple([IdentityGuard.of(each.get("forward")) for each in classes])
 
 
 def _chosen() -> Hashable:
-    """The settings of FastGen that decide what is recorded."""
+    """Returns the FastGen settings that affect what is recorded."""
     now = settings.current()
     return now.packed_weights == "never", now.weight_dtype, now.weight_group_size, now.activations
 
@@ -87,9 +87,9 @@ def _memory(tensor: Tensor) -> Hashable:
 
 
 def _settings(owner: Any, describer: _Describer, names: Container[str]) -> Hashable:
-    """What a forward pass reads of an object besides modules, parameters and buffers, by name.
+    """Returns what a forward pass may read from an object besides modules, parameters and buffers, by name.
 
-    Adapters are switched on and off in this way, scales are set, and implementations chosen.
+    Users switch adapters, set scales and choose implementations through such attributes.
     """
     return tuple(
         [
@@ -105,7 +105,7 @@ def _guarded(name: str, value: Any) -> Any:
 
 
 class IdentityGuard:
-    """Equals a guard of the same object, as long as that lives. It holds no reference to it."""
+    """Equals a guard of the same object while the object lives. It holds no reference to the object."""
 
     __slots__ = ("_number", "_object")
 
@@ -114,7 +114,7 @@ class IdentityGuard:
 
     @classmethod
     def of(cls, value: Any) -> Hashable:
-        """The type, of an object that has no weak references."""
+        """Returns a guard of the object, or its type if it cannot be weakly referenced."""
         try:
             return cls(value)
         except TypeError:
@@ -130,7 +130,7 @@ class IdentityGuard:
 
 
 class _Describer:
-    """Describes values, and holds none of them. An object that comes again is described by its index.
+    """Describes values without holding them. An object that occurs again is described by its index.
 
     Args:
         known: objects that are described elsewhere.
@@ -140,7 +140,7 @@ class _Describer:
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
     def describe(self, value: Any) -> Any:
-        """A copy of atoms and of where tensors are, also in collections; anything else as `identify` does."""
+        """Copies atoms and the memory layout of tensors, also in collections, and identifies anything else."""
         if type(value) in _ATOMS:
             return value
         if isinstance(value, dict):
@@ -152,8 +152,8 @@ class _Describer:
         return _memory(value) if isinstance(value, Tensor) else self.identify(value)
 
     def identify(self, value: Any) -> Hashable:
-        """The identity of functions, modules and members of enumerations; of other callables also what they compute
-        with; the contents of configurations; of anything else the type.
+        """Returns the identity of functions, modules and enum members; for other callables, also what they compute
+        with; for configurations, their contents; for anything else, the type.
         """
         if isinstance(value, Enum):
             return value
@@ -180,7 +180,7 @@ class _Describer:
             return (IdentityGuard.of(value),)
         if hasattr(type(value), "model_type"):
             return (self.describe(vars(value)),)
-        # Atoms and tensors alone: a tokenizer is callable, too, and has a vocabulary.
+        # Only atoms and tensors: a tokenizer is callable, too, and has a vocabulary.
         parts = getattr(value, "__dict__", {}).items()
         return IdentityGuard.of(value), *[
             (name, self.describe(part)) for name, part in parts if type(part) in (*_ATOMS, Tensor)
@@ -188,7 +188,7 @@ class _Describer:
 
 
 def _contents(cell: Any) -> Any:
-    """None for a variable without a value."""
+    """Returns the contents of a closure cell; None if its variable has no value."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -196,8 +196,8 @@ def _contents(cell: Any) -> Any:
 
 
 def _forward(module: Any) -> Any:
-    """The identity of a module's own forward pass; of a form of FastGen's, which comes and goes with each call, what is
-    captured. Its attributes are not guarded: a user may count calls there, or time.
+    """Returns the identity of a module's own forward pass. A form of FastGen's comes and goes with each call, and is
+    identified by what is captured of it. Attributes of the function are not guarded: users may count calls there.
     """
     forward = vars(module).get("forward")
     if forward is None:
@@ -210,14 +210,14 @@ def _forward(module: Any) -> Any:
 
 
 class Guards:
-    """The guards of a model as it is now. Checking them takes a fraction of `state_of`'s time.
+    """The guards of a model in its present state. Checking them takes a fraction of the time of `state_of`.
 
-    The attributes of all modules are compared with a copy, which Python does in one go. These guards never hold for a
-    model with a tensor among its attributes, nor for one whose modules might refer to it: modules are referenced here,
-    and must not keep their model alive.
+    The attributes of all modules are compared with a copy in a single comparison of lists. The guards never hold for a
+    model with a tensor among its attributes, or whose modules might refer to the model: the guards reference modules,
+    and must not keep the model alive.
 
     Args:
-        names: of the attributes that are guarded.
+        names: names of the attributes that are guarded.
     """
 
     def __init__(self, model: Any, names: Container[str]) -> None:
@@ -242,13 +242,13 @@ class Guards:
         ]
         self._tensors = [tensor for *_, tensor in held]
         self._memory = _memory_of_all(self._tensors)
-        # Two tensors of one element are equal if their elements are: the identity of these is compared.
+        # Comparing tensors of one element compares values, so the identity of these tensors is compared, too.
         self._single = [each for each in held if each[-1].numel() == 1]
         self._config = {name: _copy(value) for name, value in vars(model.config).items()}
         self._chosen = _chosen()
 
     def hold(self, model: Any) -> bool:
-        """Whether nothing of `state_of` has changed, and no hooks count. False: something may have changed."""
+        """Whether nothing of `state_of` has changed, and no hook counts. If False, something may have changed."""
         if not self._is_comparable:
             return False
         everything = [model, *self._others]
@@ -264,7 +264,7 @@ class Guards:
                 and self._are_alike(vars(model.config), self._config)
                 and _chosen() == self._chosen
             )
-        except Exception as error:  # another tensor, say, whose elements were compared
+        except Exception as error:  # for example, a tensor was replaced, and several elements were compared
             interrupts.pass_on(error)
             return False
 
@@ -273,15 +273,15 @@ class Guards:
         return self._attributes == now or all(map(self._are_alike, now, self._attributes))
 
     def _are_alike(self, now: dict[str, Any], before: dict[str, Any]) -> bool:
-        """Whether the guarded attributes are as they were, in an object that may have got others."""
-        if before == now:  # in this order: the copy's `__eq__` comes first
+        """Whether an object's guarded attributes are unchanged; it may have got other attributes."""
+        if before == now:  # in this order, so that the copy's `__eq__` is called
             return True
         guarded = [name for name in {*now, *before} if _is_guarded(name, self._names)]
         return all(name in now and name in before and before[name] == _guarded(name, now[name]) for name in guarded)
 
 
 def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:
-    """The names of the children of each, in order: a Sequential runs them so, and equal dictionaries may differ."""
+    """Returns the children's names of each module, in order: a Sequential runs in it, but dict equality ignores it."""
     return [list(each._modules) for each in modules]
 
 
@@ -289,13 +289,13 @@ _READ: tuple[Callable[[Tensor], Any], ...] = (Tensor.data_ptr, attrgetter("dtype
 
 
 def _memory_of_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """What `_memory` says of each, in another order."""
+    """Returns the same facts as `_memory` of each tensor, in another arrangement."""
     return [list(map(read, tensors)) for read in _READ]
 
 
 def _copy_of_module(module: nn.Module, config: Any, names: Container[str]) -> dict[str, Any]:
-    """The attributes of a module, to be compared later; without hooks, and without what may refer to the model, unless
-    it is guarded.
+    """Copies the attributes of a module for later comparison. Leaves out hooks, and unguarded attributes that may refer
+    to the model.
     """
     return {
         name: _copy_of_attribute(name, value, config)
@@ -318,10 +318,10 @@ def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
 
 
 def _is_harmless(name: str, value: Any, config: Any) -> bool:
-    """Whether an attribute of a module certainly does not refer to the model that it is in."""
+    """Whether an attribute of a module certainly does not refer to the model that contains it."""
     if name in _HOOKS:
         return not _guarded(name, value)
-    # A form of FastGen's knows its own layer.
+    # A form of FastGen's only refers to its own layer.
     is_leaf = type(value) in _ATOMS or isinstance(value, (Tensor, Enum, BuiltinFunctionType, Replacement))
     if is_leaf or name in _HELD or value is config:
         return True
@@ -336,7 +336,7 @@ def _is_harmless(name: str, value: Any, config: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Equals a value only as long as `_Describer.describe` gives the same for it."""
+    """Returns an object that equals a value only as long as `_Describer.describe` returns the same for it."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -349,12 +349,12 @@ def _copy(value: Any) -> Any:
     return _NOTHING if isinstance(value, Tensor) else _IdentityCopy(value)
 
 
-# Equals nothing that an attribute may be.
+# Equals no attribute.
 _NOTHING = object()
 
 
 class _IdentityCopy:
-    """Equals what has the same identity. It does not hold the value, which may refer to the model."""
+    """Equals objects of the same identity. It does not hold the value, which may refer to the model."""
 
     __hash__ = None  # type: ignore[assignment]  # how Python says that there is none
 
@@ -366,42 +366,42 @@ class _IdentityCopy:
 
 
 def _identity(value: Any) -> Hashable:
-    """As `_Describer.identify`; of a form of FastGen's, of which each call has another one, what is captured of it."""
+    """Returns `_Describer.identify`; for a form of FastGen's, which is new in each call, what is captured of it."""
     return (Replacement, value.guarded()) if isinstance(value, Replacement) else _Describer().identify(value)
 
 
-# A model that has changed this often in a row is not checked for a while, for so many calls at the most.
+# A model that has changed in this many checks in a row is not checked during a back-off of at most this many calls.
 _MOST_CHANGES, _MOST_CALLS = 4, 64
-# One with third-party code may have it for a while only.
+# The limit for models with third-party code, which may be temporary.
 _MOST_CALLS_OF_FOREIGN = 2
-# States that a model may go back to: adapters that alternate.
+# Known states of a model, which it may return to, such as alternating adapters.
 _KEPT = 4
 
 
 class GuardedModel:
-    """The guarded states of one model: the one place that says whether there may be recordings of it, and which.
+    """The guarded states of one model. Only this class decides whether the model may be recorded, and in which state.
 
-    Checking a model that has not changed takes a fraction of the time of `state_of`. Where each check finds another
-    state, the next calls are not captured (back-off).
+    Checking an unchanged model takes a fraction of the time of `state_of`. If each check finds a new state, the next
+    calls are not captured (back-off).
     """
 
     _of: weakref.WeakKeyDictionary[Any, GuardedModel] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._known: OrderedDict[GuardedState, tuple[Guards, Reached]] = OrderedDict()
-        self._changes = 0  # checks in a row that have found an unknown state
+        self._changes = 0  # consecutive checks that have found an unknown state
         self._reason = ""  # why the next calls are not captured
-        self._left = self._length = 0  # of the back-off, in calls
+        self._left = self._length = 0  # remaining calls, and length in calls, of the back-off
 
     @classmethod
     def of(cls, model: Any) -> GuardedModel:
         return cls._of.setdefault(model, cls())
 
     def check(self, model: Any) -> GuardedState:
-        """What a recording takes for granted of the model, as it is now.
+        """Returns what a recording assumes of the model in its present state.
 
         Raises:
-            CannotBeCaptured: there can be no recording of it.
+            CannotBeCaptured: the model cannot be recorded.
         """
         unusual = torch_functions.unusual()
         if unusual is not None:
@@ -436,6 +436,6 @@ class GuardedModel:
         return state
 
     def _back_off(self, reason: str, most: int = _MOST_CALLS) -> None:
-        """The next calls are not captured: none after the first time, then 1, 2, 4 and so on."""
+        """Prevents the capture of the next calls: none after the first time, then 1, 2, 4 and so on."""
         self._reason, self._left = reason, self._length
         self._length = min(max(2 * self._length, 1), most)

@@ -1,9 +1,9 @@
-"""Memory of the host that is used again, instead of given back to the system, while a model generates on the CPU.
+"""Reuses freed host memory, instead of returning it to the system, while a model generates on the CPU.
 
-The C library of Linux gives a large block back to the system, and the kernel clears and maps every page of the next one
-when it is touched first, which takes longer than a layer takes to fill it. `kept` tells the library to keep what is
-freed, by two numbers of its `malloc` (`mallopt(3)`), which hold for the process. Afterwards they are those that the
-library itself arrives at once a block of 32 MiB has been freed, as every program with large tensors does.
+Linux's C library returns a large freed block to the system. The kernel then clears and maps every page of the next
+block when it is first touched, which takes longer than a layer takes to fill it. `kept` has the library keep freed
+memory through two parameters of its `malloc` (`mallopt(3)`), which apply to the process. Afterwards, the parameters
+have the values that the library itself sets once a block of 32 MiB has been freed, as in programs with large tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import torch
 from fastgen import settings
 from fastgen.interrupts import undoing
 
-# Parameters of mallopt, and what they are afterwards: the most that they get to by themselves.
+# Parameters of mallopt, and their values afterwards: the largest that the library reaches by itself.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _MMAP_MAX: 2**16}
 _NEVER = -1
-# What the user may have set them with.
+# Environment variables with which the user may have set them.
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-# Calls that leave less behind than this are not worth looking for what can be given back.
+# Calls that leave less behind are not worth looking for memory to return.
 _MIN_TRIMMED = 2**26
-# A smaller tensor of zeros is one of torch's.
+# Smaller tensors of zeros are made by torch.
 _MIN_MAPPED = 2**20
 
 
@@ -43,17 +43,17 @@ class _Pages(mmap.mmap):
 _mapped: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()  # by address
 
 _inside = False
-_left_behind = 0  # bytes, by the calls since the last one that looked
+_left_behind = 0  # bytes that calls have left behind since the last trim
 
 
 @contextlib.contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """Inside this, memory of the host that is freed is used again, if the model's device is a CPU.
+    """Inside this, freed host memory is reused, if the model's device is a CPU.
 
-    At the end the system gets back what is free, unless `Settings.packed_weights` says "keep".
+    At the end the system gets back free memory, unless `Settings.packed_weights` is "keep".
     """
     global _inside
-    # The library serves other threads from arenas of 64 MiB, for which these numbers do not count.
+    # The library serves other threads from arenas of 64 MiB, to which these parameters do not apply.
     in_main_thread = threading.current_thread() is threading.main_thread()
     library = _library()
     if device.type != "cpu" or _inside or not in_main_thread or unavailable() is not None or library is None:
@@ -67,7 +67,7 @@ def kept(device: torch.device) -> Iterator[None]:
 
 
 def _let_go(library: ctypes.CDLL, held_before: int) -> None:
-    """Memory that is freed goes back to the system as usual, and so does what has been left behind."""
+    """Lets freed memory return to the system as usual, and returns what calls have left behind."""
     global _inside, _left_behind
     _inside = False
     for parameter, value in _AFTERWARDS.items():
@@ -80,12 +80,12 @@ def _let_go(library: ctypes.CDLL, held_before: int) -> None:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros. On a CPU, a large one takes memory only where it is written to: page by page.
+    """Returns a tensor of zeros. On a CPU, a large one only takes memory for pages that are written to.
 
-    It is no part of the C library's memory, so the system gets it back as soon as it is freed.
+    It is not part of the C library's memory, so the system gets it back as soon as it is freed.
 
     Raises:
-        MemoryError: the system does not give as much; of a small tensor, or on another device, torch's own error.
+        MemoryError: the system has too little memory; for a small tensor, or on another device, torch's own error.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < _MIN_MAPPED:
@@ -101,19 +101,19 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 
 def give_back(tensor: torch.Tensor, first: int = 0, count: int | None = None) -> bool:
-    """Gives the memory of one that `zeros` has made back to the system: its numbers are zero again.
+    """Returns the memory of a tensor made by `zeros` to the system, which zeroes the tensor.
 
-    The tensor stays where it is, and takes memory where it is written to.
+    The tensor keeps its address, and takes memory again for pages that are written to.
 
     Args:
         first, count: the rows, in a contiguous tensor; by default all.
 
     Returns:
-        whether it was given back. It is not where the tensor is one of torch's, and where the system cannot.
+        whether memory was returned. It is not if torch made the tensor, or the system cannot.
     """
     row = tensor.stride(0) * tensor.itemsize
     begin, end = first * row, tensor.nbytes if count is None else (first + count) * row
-    # Whole pages go back; what others have a part of is written to.
+    # Whole pages are returned; pages shared with other rows are zeroed by writing.
     inner, behind = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if inner >= behind or not _give_back(tensor, inner, behind):
         return False
@@ -124,9 +124,9 @@ def give_back(tensor: torch.Tensor, first: int = 0, count: int | None = None) ->
 
 
 def _give_back(tensor: torch.Tensor, begin: int, end: int) -> bool:
-    """Gives these bytes of a tensor, whole pages, back to the system; whether it could."""
+    """Returns these bytes of a tensor, whole pages, to the system. Returns whether it could."""
     pages = _mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" else None
-    # Elsewhere the advice may leave the numbers as they are.
+    # On other systems, the advice may leave the contents unchanged.
     if pages is None or len(pages) != tensor.nbytes or sys.platform != "linux":
         return False
     try:
@@ -137,13 +137,13 @@ def _give_back(tensor: torch.Tensor, begin: int, end: int) -> bool:
 
 
 def backend() -> str:
-    """Whether memory is kept in this process, for `fastgen.status()`."""
+    """Returns whether memory is kept in this process, for `fastgen.status()`."""
     return unavailable() or "kept by the C library during a call"
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why memory is not kept in this process; None where it is."""
+    """Returns why memory is not kept in this process; None if it is."""
     if _library() is None:
         return "left as it is: only with the C library of GNU, and /proc"
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
@@ -153,7 +153,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The C library, if it is one whose `malloc` is known, and what the process holds can be told."""
+    """Returns the C library, if its `malloc` is known, and the memory of the process can be read."""
     try:
         if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc") or not _resident():
             return None

@@ -1,7 +1,7 @@
-"""The forms that layers take while a model generates: each stands for the `forward` of one layer.
+"""The forms of layers while a model generates: each replaces the `forward` of one layer.
 
-A call does not use a quantised copy that was made before it began, even if that belongs to a call that still runs in
-another thread, unless the user asks for it (`packed_weights="keep"`). `fastgen.decoding.weights` has the copies.
+A call does not use a quantised copy made before it began, even one of a call that still runs in another thread, unless
+the user asks for it (`packed_weights="keep"`). `fastgen.decoding.weights` holds the copies.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=Fal
 
 
 def plain_linear() -> AbstractContextManager[None]:
-    """Inside this, linear layers run on torch's own products: what is captured is made of these."""
+    """Makes linear layers run on torch's own products, of which captures consist, inside this context."""
     return patching.held(_plain_linear, True)
 
 
-# By layer of a model, what stands for its own product.
+# Functions that replace the products of some layers.
 Overrides = Mapping[nn.Module, Callable[[Tensor], Tensor]]
 _overridden_linear: ContextVar[Overrides | None] = ContextVar("fastgen_overridden_linear", default=None)
 
 
 def override_linear(overrides: Overrides) -> AbstractContextManager[None]:
-    """Inside this, the linear layers among these multiply so in the calling thread, if they have a faster form."""
+    """Inside this, the calling thread uses these functions for the products of layers that have a faster form."""
     return patching.held(_overridden_linear, overrides)
 
 
 def serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
-    """Whether a function of FastGen's serves this input now."""
+    """Whether a function of FastGen's can process this input now."""
     return (
         type(x) is Tensor
         and x.dtype is dtype
@@ -52,17 +52,17 @@ def serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> b
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The parameter of a linear layer that has one."""
+    """Returns the weight parameter of a linear layer that has one."""
     weight = module._parameters["weight"]
     assert weight is not None  # the caller has checked
     return weight
 
 
 class Replacement:
-    """What stands for the `forward` of a layer while the model generates.
+    """Replaces the `forward` of a layer while the model generates.
 
     Attributes:
-        active: the model generates. A user who has wrapped this `forward` meanwhile keeps it.
+        active: the model generates. If a user has wrapped this `forward` meanwhile, the wrapper keeps it.
     """
 
     __slots__ = ("_module", "_plain", "active")
@@ -73,23 +73,23 @@ class Replacement:
         self.active = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
+        # A copy of the model made meanwhile has the ordinary forward pass of its own layer.
         return getattr, (self._module, "forward")
 
     def guarded(self) -> Hashable:
-        """What a captured step has of it that may change, besides the module's parameters and settings."""
+        """Returns what a captured step depends on besides the module's parameters and settings."""
         return None
 
     def _input(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The layer's input, if it is the only argument; None for a call that is left to the layer itself.
+        """Returns the layer's input if it is the only argument; None for a call that is left to the layer itself.
 
-        An input by keyword is left, too: its name differs between classes.
+        An input passed by keyword is left to it, too, because its name differs between classes.
         """
         return arguments[0] if self.active and len(arguments) == 1 and not named else None
 
 
 class FunctionForm(Replacement):
-    """One function in place of the operators of a layer, where it serves the layer's input."""
+    """One function that replaces the operators of a layer, if it serves the layer's input."""
 
     __slots__ = ("_function", "_serves")
 
@@ -100,12 +100,12 @@ class FunctionForm(Replacement):
         self._function, self._serves = function, serves
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        x = self._input(arguments, named)  # a norm with a gate beside its input, say, is more than the function
+        x = self._input(arguments, named)  # None for more than an input, such as a norm with a gate
         return self._function(x) if self._serves(x) else self._plain(*arguments, **named)
 
 
 class _LinearForm(Replacement):
-    """A linear layer with a kernel of FastGen's, where `_product` has one."""
+    """A linear layer with one of FastGen's kernels, if `_product` has one."""
 
     __slots__ = ("_device", "_dtype", "_failed")
 
@@ -126,30 +126,30 @@ class _LinearForm(Replacement):
             y = self._product(x)
         except Exception as error:
             interrupts.pass_on(error)
-            if not self._is_exact():  # the result would not be the one that the user asks for
+            if not self._is_exact():  # torch's result would not be in the precision that the user asks for
                 raise
             self._failed, y = True, None
             counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
         return self._plain(x) if y is None else y
 
     def _product(self, x: Tensor) -> Tensor | None:
-        """The result, or None where torch's product is as good."""
+        """Returns the result, or None if torch's product is as good."""
         raise NotImplementedError
 
     def _is_exact(self) -> bool:
-        """Whether the layer reads its own weight, or an exact copy, so that torch's product may stand in."""
+        """Whether the layer reads its own weight, or an exact copy, so that torch's product may replace this one."""
         return True
 
 
 class FloatLinear(_LinearForm):
-    """A linear layer on its unpacked weight, with the kernel that `fastgen.ops.linear.choose` names."""
+    """A linear layer on its unpacked weight, with the kernel that `fastgen.ops.linear.choose` selects."""
 
     __slots__ = ("_checked", "_transposed")
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         super().__init__(module)
         self._transposed = transposed
-        # Weight and bias, and whether the layer is plain. Replaced as one: other threads read it.
+        # Weight and bias, and whether the layer is plain. Replaced as a whole, because other threads read it.
         self._checked: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
 
     def _product(self, x: Tensor) -> Tensor | None:
@@ -169,10 +169,10 @@ class FloatLinear(_LinearForm):
 
 
 class QuantizedLinear(_LinearForm):
-    """A linear layer on a quantised copy of its weight, which is made when the layer is used first.
+    """A linear layer on a quantised copy of its weight, which is made when the layer is first used.
 
     Attributes:
-        used: something was multiplied with the copy.
+        used: a product has used the copy.
     """
 
     __slots__ = ("_since", "_transposed", "_weight", "form", "used")
@@ -182,7 +182,7 @@ class QuantizedLinear(_LinearForm):
         self.form = form
         self.used = False
         self._transposed = transposed
-        self._since = cache.now()  # an older copy, which a draft has made, does not count
+        self._since = cache.now()  # an older copy, which a draft has made, is not used
         self._weight: cache.DerivedWeight | None = None
 
     def _is_exact(self) -> bool:
@@ -195,11 +195,11 @@ class QuantizedLinear(_LinearForm):
         return weight.number
 
     def begin_call(self) -> None:
-        """A copy that was made before does not count. Running products are not disturbed."""
+        """Invalidates copies that were made before. Products that are running are not disturbed."""
         self._since = cache.now()
 
     def end_call(self) -> None:
-        """Only a copy may outlive the call, if the user wants that."""
+        """Forgets the weight, unless it has a copy that the user wants to outlive the call."""
         self.used = False
         if self._weight is not None and self._weight.copy is None:
             self._weight = None
@@ -216,7 +216,7 @@ class QuantizedLinear(_LinearForm):
                 return None
             weight = self._weight = cache.of(parameter.t() if self._transposed else parameter, self.form, parameter)
         if x.shape[-1] != parameter.shape[0 if self._transposed else 1]:
-            return None  # torch raises for an input that does not fit
+            return None  # torch raises an error for an input of the wrong size
         copy = weight.required(self._since)
         self.used = True
         return formats.multiply_low_bit(x, copy, parameters["bias"])

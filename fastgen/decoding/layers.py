@@ -1,9 +1,9 @@
-"""Layers of a model in a faster form, for as long as it generates.
+"""Faster forms of a model's layers while it generates.
 
-Inside `FastLayers`, a layer that spells out a function of torch uses that, an RMS norm is one kernel in a captured
-step (`fastgen.decoding.norms`), and a linear layer that is its weight and bias alone multiplies with the kernel that
-`fastgen.ops.linear.choose` names, or with a quantised copy of its weight (`fastgen.decoding.layer_forms`). Hooks keep
-working: they run around `forward`.
+Inside `FastLayers`, a layer that spells out a torch function calls that function. An RMS norm is one kernel in a
+captured step (`fastgen.decoding.norms`). A linear layer that only has a weight and a bias uses the kernel that
+`fastgen.ops.linear.choose` selects, or a quantised copy of its weight (`fastgen.decoding.layer_forms`). Hooks keep
+working, because they run around `forward`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops.linear import choose
 
-# Linear layers whose weights are [N, K]; with True: [K, N].
+# Classes of linear layers: False if their weights are [N, K], True if [K, N].
 Kinds = Mapping[type[nn.Module], bool]
 LINEAR: Kinds = {nn.Linear: False}
 
-# What layers compute that spell it out.
+# The functions that layers of some classes spell out.
 Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 
-# What else stands for a layer, and asks at each call what it is to do.
+# Returns another replacement for a layer, which decides at each call what to do.
 Forms = Callable[[nn.Module], Replacement | None]
 
 HALF = (torch.float16, torch.bfloat16)
-# Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's kernel takes as long as it
+# Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's kernel costs as much as it
 # saves.
 MIN_WEIGHT = 2**18
-# Low-bit weights take less memory, too, and so less time when the cache holds other things as well.
+# Low-bit weights also take less memory, and so less time if the cache holds other data as well.
 MIN_QUANTISED = 2**16
 
 
 class _User:
-    """A thread that has entered `FastLayers`, and what lets it leave."""
+    """A thread that has entered `FastLayers`, and the context through which it leaves."""
 
     def __init__(self, thread: int, leave: Callable[[_User], None]) -> None:
         self.thread, self.leaving = thread, undoing(partial(leave, self))
@@ -55,10 +55,10 @@ class _User:
 class FastLayers:
     """A context in which layers of a model have a faster form.
 
-    Contexts of the same model, nested or in several threads, share the quantised copies. They are dropped when another
-    context begins, because that must see the weights as they are then, and when the last one ends. With
-    `Settings.packed_weights == "keep"` they live as long as the model. A thread that asks for other forms waits until
-    the model is free: layers have one form at a time. Inside a context of its own, it has the forms of that.
+    Contexts of the same model, nested or in several threads, share the quantised copies. The copies are dropped when
+    another context begins, which must see the weights of that time, and when the last one ends. With
+    `Settings.packed_weights == "keep"` they live as long as the model. Layers have one form at a time, so a thread that
+    asks for other forms waits until the model is free. Inside a context of its own, it keeps the forms of that one.
     """
 
     _lock = threading.RLock()
@@ -70,8 +70,8 @@ class FastLayers:
         self._kinds = kinds
         self._functions = functions
         self._form_of = form_of
-        self._users: list[_User] = []  # each as often as its thread has entered
-        self._asked: tuple[str, ...] = ()  # for which products
+        self._users: list[_User] = []  # one for each time that a thread has entered
+        self._asked: tuple[str, ...] = ()  # the precision and packing of the installed forms
         self._installed: dict[nn.Module, Replacement] = {}
         self._kept: dict[nn.Module, Replacement] = {}
 
@@ -88,7 +88,7 @@ class FastLayers:
 
     @classmethod
     def drop_kept(cls) -> None:
-        """Lets go of what is kept of models that do not generate at the moment."""
+        """Drops what is kept of models that are not generating."""
         with cls._lock:
             for layers in list(cls._of.values()):
                 layers._kept = {}
@@ -100,11 +100,11 @@ class FastLayers:
     def __exit__(self, *exception: Any) -> None:
         thread = threading.get_ident()
         last = next((user for user in reversed(self._users) if user.thread == thread), None)
-        if last is not None:  # an interrupt may have let it leave
+        if last is not None:  # otherwise an interrupt has let it leave already
             last.leaving.__exit__(*exception)
 
     def enter(self) -> _User:
-        """For who leaves by `leaving.close()`, which may be called again."""
+        """Enters, for callers that leave through `leaving.close()`, which may be called repeatedly."""
         thread, now = threading.get_ident(), settings.current()
         precision = f"{now.weight_dtype} {now.weight_group_size}"
         asked = precision, "never" if now.packed_weights == "never" else "packed"
@@ -129,7 +129,7 @@ class FastLayers:
         return any(user.thread == thread for user in self._users)
 
     def _leave(self, user: _User) -> None:
-        """May be called again, where an interrupt has stopped it."""
+        """Leaves. May be called again if an interrupt has stopped it."""
         with self._lock:
             if user in self._users:
                 self._users.remove(user)
@@ -139,7 +139,7 @@ class FastLayers:
 
     @classmethod
     def forget_other_threads(cls) -> None:
-        """In a forked process: the other threads have not come along, and will not leave their contexts."""
+        """In a forked process, removes the other threads, which do not exist there and cannot leave their contexts."""
         cls._lock = threading.RLock()
         cls._freed = threading.Condition(cls._lock)
         for layers in list(cls._of.values()):
@@ -157,7 +157,7 @@ class FastLayers:
             if type(former) is type(replacement) is QuantizedLinear and former.form is replacement.form:
                 replacement = former
             replacement.active = True
-            self._installed[module] = replacement  # first: what is noted is taken out
+            self._installed[module] = replacement  # noted first, so that it is removed in any case
             vars(module)["forward"] = replacement
         self._kept = {}
 
@@ -166,11 +166,11 @@ class FastLayers:
 
     def _replacement(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         own = vars(module).get("forward")
-        # What a copy of the model has that was made while it generated is its class's, and is gone when the call is.
+        # A copy of the model made while it generated has its class's method as an attribute, until a call ends.
         if own is not None and own != type(module).forward.__get__(module):
             if type(own) is QuantizedLinear and settings.current().packed_weights != "keep":
                 own.begin_call()  # of another model that shares this layer, and generates at the moment
-            return None  # somebody else's, an adapter's or a hook's
+            return None  # set by other code, such as an adapter or a hook
         if not library_code.is_own(type(module).forward):
             return None
         function = self._functions.get(type(module))
@@ -184,7 +184,7 @@ class FastLayers:
         return self._linear(module, precision_on)
 
     def _linear(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
-        """The form of a linear layer; None for any other, and where torch's product is as good."""
+        """Returns the form of a linear layer; None for any other layer, or if torch's product is as good."""
         own = type(module).forward
         kinds = self._kinds.items()
         transposed = next((t for kind, t in kinds if isinstance(module, kind) and own is kind.forward), None)
@@ -220,7 +220,7 @@ class FastLayers:
 
 
 def precision_on(device: torch.device) -> str:
-    """The precision of quantised copies that the user asks for, if there are kernels for it on this device."""
+    """Returns the requested precision of quantised copies, if there are kernels for it on this device, else "fp32"."""
     wanted = settings.current().weight_dtype
     if wanted == "fp32" or not formats.is_for(device):
         return "fp32"
@@ -232,7 +232,7 @@ def precision_on(device: torch.device) -> str:
 
 
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
-    """Weights in groups serve layers in half precision, too."""
+    """Returns the form of a layer with a low-bit weight, or None. Weights in groups serve half precision, too."""
     weight = weight_of(module)
     if not formats.has_low_bit(weight, precision) or not is_plain(module, weight.dtype, weight.device.type):
         return None

@@ -1,7 +1,7 @@
-"""Length buckets: inputs of about the same length run as one batch, with little padding.
+"""Length buckets: inputs of similar length run as one batch, with little padding.
 
-Inputs are sorted by length and divided into the buckets that cost least (`fastgen.partition`), each as long as its own
-longest input.
+Inputs are sorted by length and divided into the buckets of the least total cost (`fastgen.partition`), each as long as
+its longest input.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fastgen.partition import cheapest
 
-# What a further bucket costs, in positions.
+# Cost of an additional bucket, in positions.
 BUCKET_COST = 256
-# Buckets are used when they save so large a part of the positions.
+# Buckets are used if they save at least this part of the positions.
 MIN_SAVING = 0.1
 
 
 def lengths(mask: Tensor) -> Tensor:
-    """The length of each input, [batch], by a mask [batch, longest] of ones and, behind them, zeros.
+    """Returns the length of each input, [batch], from a mask [batch, longest] of ones followed by zeros.
 
-    That of the batch where the padding is not all behind the input.
+    An input whose padding is not all at the end gets the length of the batch.
     """
     found, longest = mask.sum(dim=1).long(), mask.shape[1]
     behind = torch.arange(longest) < found.unsqueeze(1)
@@ -30,9 +30,10 @@ def lengths(mask: Tensor) -> Tensor:
 
 
 def by_mask(mask: Tensor, in_front: bool = False, cost: int | None = None) -> list[tuple[Tensor, slice]]:
-    """The inputs of each bucket, by a mask [batch, longest] of ones and zeros, and the positions that they take.
+    """Returns the inputs of each bucket, and the positions that they take, from a mask [batch, longest] of 1 and 0.
 
-    None if buckets do not pay. `in_front` tells where the padding is, `cost` what a further bucket costs, in positions.
+    Empty if buckets do not pay. `in_front` says that padding precedes inputs. `cost` is that of an additional bucket,
+    in positions.
     """
     longest = mask.shape[1]
     found = by_length(lengths(mask.flip(1) if in_front else mask).tolist(), longest, cost)
@@ -41,12 +42,12 @@ def by_mask(mask: Tensor, in_front: bool = False, cost: int | None = None) -> li
 
 
 def by_length(lengths: list[int], longest: int, bucket_cost: int | None = None) -> list[tuple[Tensor, int]]:
-    """The inputs of each bucket, by their lengths, and how long it is; none if buckets do not pay."""
+    """Returns the inputs of each bucket, and its length, from the inputs' lengths. Empty if buckets do not pay."""
     further = BUCKET_COST if bucket_cost is None else bucket_cost
     if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < MIN_SAVING * len(lengths) * longest:
         return []
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    # Inputs of one length stay together: bounds are where it changes.
+    # Inputs of equal length stay together: buckets may begin where the length changes.
     bounds = [i for i in range(len(order) + 1) if i in (0, len(order)) or lengths[order[i]] != lengths[order[i - 1]]]
 
     def cost(start: int, end: int) -> float:

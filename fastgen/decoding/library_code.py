@@ -1,9 +1,9 @@
-"""Whether what a model runs is the libraries' own code, and still the same functions.
+"""Whether a model runs only the libraries' own code, and whether its functions are still the same.
 
-FastGen stands for code that it knows: it captures a step, replaces an operator and leaves out an encoder's padding only
-where all that this code runs is in the libraries' own files. A whitelist decides, by the file that a function was
-written in: a name or a `__module__` can be given to any function. What else a user puts into a model, or in the place
-of a function, runs as it would without FastGen.
+FastGen replaces code that it knows: it captures a step, replaces an operator, or skips an encoder's padding only if
+everything that this code runs is in the libraries' own files. A whitelist decides, by the file that a function was
+written in, because any function can be given a name or a `__module__`. Anything else that a user puts into a model, or
+uses to replace a function, runs as it would without FastGen.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from torch._library.custom_ops import CustomOpDef
 from fastgen import interrupts, patching
 from fastgen.decoding.modules import modules_of
 
-# The libraries; and what they call that computes nothing of a model.
+# The libraries; and packages that they call, which compute nothing of a model.
 LIBRARIES = ("torch", "transformers", "fairseq", "sentence_transformers", "peft", "accelerate", "fastgen")
 _HELPERS = ("numpy", "huggingface_hub", "packaging", "tqdm", "typing_extensions", "wrapt")
 _PACKAGES = (*LIBRARIES, *_HELPERS)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
-# Files whose functions are followed: what they call is watched, too. Of torch, the modules and their functions.
+# Code whose functions are followed: what they call is watched, too. Of torch, only its modules and their functions.
 _FOLLOWED = ("transformers", "fairseq", "sentence_transformers", "peft", "torch.nn", "fastgen.models")
 
-# What a subclass of a library's may have without changing what its forward pass does.
+# What a subclass of a library's class may have without changing its forward pass.
 _HARMLESS = frozenset(
     "__module__ __doc__ __qualname__ __init__ __annotations__ __annotate_func__ __annotations_cache__ __firstlineno__ "
     "__static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl config_class".split()
 )
-# What users call, and a forward pass does not.
+# Methods that users call, but no forward pass does.
 _ENTRY_POINTS = frozenset({"encode", "from_pretrained", "generate", "save_pretrained"})
-# What prefills note in a module, which a step does not read that is given positions (`models.notes_positions`).
+# Attributes that prefills write to a module, and no step reads if it is given positions (`models.notes_positions`).
 NOTED_BY_PREFILL = frozenset({"rope_deltas"})
-# A hook that the library leaves on a model once somebody has asked for hidden states or attentions, and its note of it.
+# A hook that the library leaves on a model after hidden states or attentions were requested, and the flag that it sets.
 _CAPTURING_HOOK, _HAS_CAPTURING_HOOKS = "output_capturing_hook", "_output_capturing_hooks_installed"
-# What torch calls of a module.
+# Methods through which torch runs a module.
 _ENTRIES = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"})
 _METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
 _ATOMS = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 _COMPILED = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
-# Kinds of models of which is kept what they reach.
+# Number of kinds of models whose reached functions are cached.
 _MODELS = 64
 
 
@@ -60,7 +60,7 @@ _MODELS = 64
 
 @functools.cache
 def _place(path: str) -> str | None:
-    """The package that a file belongs to, as `torch.nn`; None for a file that is none of the libraries'."""
+    """Returns the package that a file belongs to, such as `torch.nn`; None if it is not one of the libraries' files."""
     for package in _PACKAGES:
         file = getattr(sys.modules.get(package), "__file__", None)
         folder = os.path.dirname(file) + os.sep if file else None
@@ -75,20 +75,20 @@ def _place_of(function: FunctionType) -> str | None:
     path = function.__code__.co_filename
     if not path.startswith("<") or path.startswith("<frozen "):
         return _place(path)
-    # Made from a string, as the methods of dataclasses are: by the file of the module that it has its names from.
+    # A function made from a string, such as a dataclass method, belongs to the file of the module of its globals.
     module = sys.modules.get(function.__globals__.get("__name__", ""))
     is_of_module = module is not None and vars(module) is function.__globals__
     return _place(getattr(module, "__file__", None) or "") if is_of_module else None
 
 
 def is_own(value: Any) -> bool:
-    """Whether something that is called, or a type, is the libraries' own, with what it keeps to call.
+    """Whether a callable or a type is the libraries' own, including everything that it keeps to call.
 
-    By its type, as a proxy says that it is of any class.
+    The check goes by its exact type, because a proxy claims to be of any class.
     """
     try:
         return _is_own(value, set())
-    except Exception as error:  # an object that answers everything in its own way is none of the libraries'
+    except Exception as error:  # an object that answers every question in its own way is not one of the libraries'
         interrupts.pass_on(error)
         return False
 
@@ -110,7 +110,7 @@ def _is_own(value: Any, seen: set[int]) -> bool:
 
 
 def _kept(function: FunctionType) -> Iterator[Any]:
-    """What a function keeps to call: variables of its closure, what it decorates, what FastGen's stands for."""
+    """Iterates over callables that a function keeps: closure variables, what it decorates, what FastGen replaced."""
     for cell in function.__closure__ or ():
         try:
             value = cell.cell_contents
@@ -124,7 +124,7 @@ def _kept(function: FunctionType) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The functions that something else than a function or a type is made of."""
+    """Iterates over the functions that anything but a function or a type consists of."""
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         yield value.__func__
     elif isinstance(value, property):
@@ -142,7 +142,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _module_of(value: Any) -> str:
-    """The module of what is written in C; of an object, that of its type."""
+    """Returns the module of a C function; for an object, the module of its type."""
     name = None if hasattr(value, "__dict__") else getattr(value, "__module__", None)
     if isinstance(name, str):
         return name
@@ -155,16 +155,16 @@ def _module_of(value: Any) -> str:
 @functools.cache
 def _is_of_package(module: str) -> bool:
     root = module.partition(".")[0]
-    return root in _PACKAGES or (root in sys.stdlib_module_names and root != "unittest")  # a mock is the user's
+    return root in _PACKAGES or (root in sys.stdlib_module_names and root != "unittest")  # a mock is user code
 
 
 def is_of_library(value: Any) -> bool:
-    """Whether what runs beside a forward pass, or in its place, is a library's: not even Python's own will do."""
+    """Whether code that runs beside or instead of a forward pass is a library's. Python's own does not qualify."""
     return _package_of(value) in LIBRARIES and is_own(value)
 
 
 def _package_of(value: Any) -> str:
-    """The package that a function, a method or a partial was written in; of anything else that of its type."""
+    """Returns the package of a function, method or partial; for anything else, that of its type."""
     while isinstance(value, (functools.partial, MethodType)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     place = _place_of(value) if isinstance(value, FunctionType) else _module_of(value)
@@ -172,21 +172,21 @@ def _package_of(value: Any) -> str:
 
 
 def is_own_class(kind: type) -> bool:
-    """Whether the forward pass of a class is a library's own: it is one of theirs, or adds what this cannot call.
+    """Whether the forward pass of a class is a library's own: the class is, or only adds what the pass cannot call.
 
-    Its functions are looked at elsewhere (`Reached`): somebody may exchange them.
+    Its functions are checked elsewhere (`Reached`), because they may be replaced.
     """
     added = {name for base in kind.__mro__ if not is_own(base) for name in vars(base).keys() - _HARMLESS}
     return not added or (not any(map(_is_special, added)) and added.isdisjoint(_known_to_bases(kind)))
 
 
 def _is_special(name: str) -> bool:
-    """Whether Python, or torch's modules, ask for a name by themselves."""
+    """Whether Python, or torch's modules, look up a name by themselves."""
     return name.startswith("__") and name.endswith("__")
 
 
 def _known_to_bases(kind: type) -> set[str]:
-    """The attributes of a class's bases that are a library's own, and what the code of these names."""
+    """Returns the attributes of the library classes among a class's bases, and the names in their code."""
     known: set[str] = set()
     for base in filter(is_own, kind.__mro__):
         for name, value in vars(base).items():
@@ -196,21 +196,21 @@ def _known_to_bases(kind: type) -> set[str]:
     return known - _ENTRY_POINTS
 
 
-# ---- what the forward passes of a model run
+# ---- functions that the forward passes of a model run
 
 
 def are_the_same(now: list[Any], before: list[Any]) -> bool:
-    """Not whether they are equal: a proxy says that it equals what it stands for."""
+    """Whether the objects are identical. Equality is not enough: a proxy equals what it wraps."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 class Reached:
-    """The functions that the forward passes of some classes go through: their methods, the functions of their modules,
-    those of torch. Which method of which class is called is told by its name.
+    """The functions that the forward passes of some classes reach: their methods, functions of their modules, and
+    torch's functions. A method of any of these classes counts as called if its name occurs in the code.
 
     Attributes:
-        names: all that their code names: an attribute of another name changes nothing.
-        foreign: one that is none of the libraries'; None where there is none.
+        names: all names in their code: an attribute of another name has no effect.
+        foreign: a function that is not one of the libraries'; None if there is none.
         functions: all of them, to be compared with those of another time.
     """
 
@@ -225,7 +225,7 @@ class Reached:
         for kind in kinds:
             self._add_class(kind)
         self._follow()
-        for kind in kinds:  # what a constructor sets counts, whoever reads it
+        for kind in kinds:  # attributes that a constructor sets count, whoever reads them
             for base in kind.__mro__:
                 constructor = vars(base).get("__init__")
                 if isinstance(constructor, FunctionType) and self._is_followed(constructor):
@@ -235,7 +235,7 @@ class Reached:
 
     @classmethod
     def of(cls, model: nn.Module) -> Reached:
-        """Those of a model as they are now. Classes of the libraries' own are there for good."""
+        """Returns what a model reaches now. Results are cached if all classes and functions are the libraries' own."""
         kinds = frozenset(map(type, modules_of(model)))
         found = cls._of.get(kinds)
         if found is None or not found.hold():
@@ -247,7 +247,7 @@ class Reached:
         return found
 
     def hold(self) -> bool:
-        """Whether nobody has exchanged one since."""
+        """Whether none of the functions has been replaced since."""
         try:
             return all(
                 vars(kind).keys() == before.keys() and are_the_same(list(vars(kind).values()), list(before.values()))
@@ -255,7 +255,7 @@ class Reached:
             ) and all(
                 are_the_same(list(map(namespace.get, names)), before) for namespace, names, before in self._spaces
             )
-        except RuntimeError:  # another thread has changed one meanwhile
+        except RuntimeError:  # another thread has changed a namespace meanwhile
             return False
 
     def _add_class(self, kind: type) -> None:
@@ -268,7 +268,7 @@ class Reached:
         return place is not None and (place in _FOLLOWED or place.partition(".")[0] in _FOLLOWED)
 
     def _follow(self) -> None:
-        """Goes on until no name is new: each may be that of another method."""
+        """Continues until no name is new, because each new name may be that of another method."""
         known = -1
         while known != (known := len(self.names) + len(self._classes) + len(self._visited)):
             for kind in list(self._classes):
@@ -306,12 +306,12 @@ class Reached:
             self._add_class(value)
 
     def _settle(self) -> None:
-        """Notes what is there now, and looks for what is not the libraries' own."""
+        """Notes the present functions, and looks for one that is not the libraries' own."""
         self._kinds = [(kind, dict(vars(kind))) for kind in self._classes]
         scopes: list[Mapping[str, Any]] = [vars(module) for module in self._modules.values()]
         scopes += [scope for scope in self._globals.values() if not any(scope is each for each in scopes)]
         watched = [(scope, sorted(self.names.intersection(scope))) for scope in scopes]
-        watched.append((vars(Tensor), sorted(self.names)))  # one that is inherited may be covered later
+        watched.append((vars(Tensor), sorted(self.names)))  # an inherited method may be overridden later
         self._spaces = [(scope, names, list(map(scope.get, names))) for scope, names in watched]
         found = [(kind.__name__, name, each) for kind, own in self._kinds for name, each in own.items()]
         found = [each for each in found if isinstance(each[2], _METHODS) or each[1] in self.names]
@@ -328,16 +328,16 @@ def _is_foreign(value: Any) -> bool:
 
 @functools.cache
 def _named(code: CodeType) -> frozenset[str]:
-    """What code names: globals and attributes, also those that it asks for by a word."""
+    """Returns the names in code: globals, attributes, and strings that may be looked up as attributes."""
     words = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
     inside = [_named(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(words, *inside)
 
 
 def foreign(model: nn.Module) -> str | None:
-    """Why the forward pass of a model is more than the libraries' own code; None where it is that alone."""
+    """Returns why a model's forward pass runs more than the libraries' own code; None if it does not."""
     modules = modules_of(model)
-    for kind in dict.fromkeys(map(type, modules)):  # first: what such a class reaches is of no interest
+    for kind in dict.fromkeys(map(type, modules)):  # first, so that the functions of such a class are not followed
         if not is_own_class(kind):
             return f"a class that is none of the libraries' ({kind.__name__})"
     reached = Reached.of(model)
@@ -365,10 +365,11 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
 
 
 def is_in_training(module: nn.Module) -> bool:
-    """Whether a module is in training mode, and may give something else in it: all may but torch's that do not name it.
+    """Whether a module is in training mode, and may compute something else in it.
 
-    peft's `add_adapter` and torch's `quantize_dynamic` leave new layers so in a model that is in evaluation mode. A
-    hook may ask for the mode, as that of `spectral_norm` does.
+    Any module may, except torch's own whose code does not name the mode. peft's `add_adapter` and torch's
+    `quantize_dynamic` leave new layers in training mode in a model that is in evaluation mode. A hook may ask for the
+    mode, as that of `spectral_norm` does.
     """
     if not module.training:
         return False
@@ -378,7 +379,7 @@ def is_in_training(module: nn.Module) -> bool:
 
 @functools.cache
 def _names_training(kind: type, forward: Any) -> bool:
-    """Whether the code of a class may ask for the mode: with this forward pass, which somebody may have exchanged."""
+    """Whether the code of a class may ask for the mode, given its forward pass, which may have been replaced."""
     if not (isinstance(forward, FunctionType) and _package_of(forward) == "torch" and is_own(forward)):
         return True
     own = [value for base in kind.__mro__ if base not in (nn.Module, object) for value in vars(base).values()]
@@ -387,7 +388,7 @@ def _names_training(kind: type, forward: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch compiles this module: by `module.compile()`, or as what `torch.compile` made of it."""
+    """Whether torch compiles this module: through `module.compile()`, or as a result of `torch.compile`."""
     own = vars(module)
     if own.get("_compiled_call_impl") is not None or _COMPILED in own:
         return True
@@ -395,14 +396,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether a forward hook is none of the libraries'."""
+    """Whether a forward hook is not one of the libraries'."""
     hooks = module._forward_hooks, module._forward_pre_hooks
     return any(hooks) and not all(is_of_library(hook) for each in hooks for hook in each.values())
 
 
 def without_capturing(hooks: Mapping[int, Any]) -> dict[int, Any]:
-    """These hooks but for those of the library that pass outputs on to who has asked for them: to others they are
-    nothing.
+    """Returns the hooks without the library's hooks that capture outputs: they have no effect unless a caller has
+    requested outputs.
     """
     return {n: hook for n, hook in hooks.items() if not (_is_capturing(hook) and is_of_library(hook))}
 
@@ -412,12 +413,12 @@ def _is_capturing(hook: Any) -> bool:
 
 
 def row_hooks(module: nn.Module) -> list[int]:
-    """The hooks with which peft hands a module something for each row of the caller's batch, as `adapter_names`."""
+    """Returns hooks through which peft passes a module something for each row of the batch, as `adapter_names`."""
     return [number for number, hook in module._forward_pre_hooks.items() if _package_of(hook) == "peft"]
 
 
 def _is_hook_own(hook: Any) -> bool:
-    """Whether a hook of accelerate's, which it calls around a forward pass, is one of its own; or there is none."""
+    """Whether a hook of accelerate's, which it calls around a forward pass, is its own code, or there is no hook."""
     inside = getattr(hook, "hooks", ())
     return hook is None or (type(hook).__module__.startswith("accelerate.") and all(map(_is_hook_own, inside)))
 

@@ -1,6 +1,6 @@
-"""Linear ops of a captured step: what a recorded product becomes, and the batching of those with one input.
+"""Linear ops of a captured step: what a recorded product becomes, and batching of products with one input.
 
-The kernel is chosen by `fastgen.ops.linear.choose`.
+`fastgen.ops.linear.choose` chooses the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUPED = grouped.OPERATOR
 
 
 class LinearOp(NamedTuple):
-    """A linear op with a kernel of FastGen's, which writes to a preallocated result."""
+    """A linear op with one of FastGen's kernels, which writes to a preallocated result."""
 
     kernel: Kernel
     result: Tensor
@@ -40,26 +40,26 @@ class GroupedLinearOp(NamedTuple):
     parts: tuple[Tensor | None, ...]  # quantised values, scales, zero points, mins
     order: Tensor | None
     bias: Tensor | None
-    sizes: tuple[int, int, bool, bool]  # bits, group size, whether groups are rotated, and activations stay floats
+    sizes: tuple[int, int, bool, bool]  # bits, group size, whether groups are rotated, whether activations stay floats
 
 
 AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
 
 
 def input_of(operation: Operation) -> Any:
-    """Where the input of a linear op lies; None for any other operator."""
+    """Returns where the input of a linear op lies; None for any other operator."""
     if operation.function in PRODUCTS:
         return operation.args[-2]
     return operation.args[0] if operation.function is _GROUPED else None
 
 
 def of(operation: Operation, args: Sequence[Any], result: Tensor, written: frozenset[int]) -> AnyLinearOp | None:
-    """The linear op of a recorded product, which writes to `result`; None for any other operator, or one that stays
-    torch's.
+    """Returns the linear op of a recorded product, which writes to `result`; None for any other operator, or a product
+    that stays torch's.
 
     Args:
-        args: of the operator.
-        written: the storages that its recording writes to: a weight in one of these changes from step to step.
+        args: the operator's arguments.
+        written: storages that the recording writes to: a weight in one of these changes from step to step.
     """
     if operation.function is _GROUPED:
         x, *parts, order, bias, _, bits, group_size, rotated, floats = args
@@ -70,12 +70,12 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
     op, ref = linear_op(result, x, weight, bias), operation.args[-1]
     if op is None or not isinstance(ref, TensorRef) or ref.storage in written or not has_panels(x, weight, bias):
         return op
-    # GEMM has the bits of the panels: it stands in for them where there is no copy.
+    # GEMM has the same bits as panels, so it replaces them while there is no copy.
     return PanelOp(op._replace(kernel=GEMM), result, x, cache.of(weight, formats.PANELS), bias)
 
 
 def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOp | None:
-    """The op of a kernel of FastGen's, if one serves: x is [M, K], the weight [N, K], the result [M, N]."""
+    """Returns the op of a kernel of FastGen's, if one serves: x is [M, K], the weight [N, K], the result [M, N]."""
     if settings.current().packed_weights == "never":  # the user asks for torch's own products
         return None
     if x.stride(1) != 1:
@@ -85,12 +85,12 @@ def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
-    """The calls of linear ops of one input, of which none reads what another one writes; anything else unchanged."""
+    """Returns calls of linear ops with one input, none of which reads what another one writes; others unchanged."""
     panels = [op for op in ops if isinstance(op, PanelOp)]
     if panels:
         rest = [op for op in ops if not isinstance(op, PanelOp)]
         unpacked = [op.unpacked for op in panels]
-        of_weights: list[Any] = batched(unpacked)  # none of which has panels
+        of_weights: list[Any] = batched(unpacked)  # none of these has panels
         return [PanelOps(panels, of_weights, [single(op) for op in unpacked]), *batched(rest)]
     for key in filter(None, map(_batch_key, ops)):
         same = [op for op in ops if _batch_key(op) == key]
@@ -101,7 +101,7 @@ def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
 
 
 def _batch_key(op: Any) -> Any:
-    """Ops with the same one can be one call; None for what cannot."""
+    """Returns a key that is equal for ops that can share a call; None for an op that cannot share one."""
     if isinstance(op, GroupedLinearOp):
         return (_GROUPED, *op.sizes) if op.order is None else None
     is_known = isinstance(op, LinearOp) and op.kernel.several is not None
@@ -109,7 +109,7 @@ def _batch_key(op: Any) -> Any:
 
 
 def _batch(ops: Sequence[Any]) -> Callable[[], object]:
-    """The call of several ops with one key."""
+    """Returns the call of several ops with equal keys."""
     first, columns = ops[0], list(map(list, zip(*ops, strict=True)))
     if isinstance(first, GroupedLinearOp):
         results, _, parts, _, biases, _ = columns
@@ -121,7 +121,7 @@ def _batch(ops: Sequence[Any]) -> Callable[[], object]:
 
 
 def single(op: Any) -> Any:
-    """The call of one op; anything else unchanged."""
+    """Returns the call of one op; anything else unchanged."""
     if isinstance(op, GroupedLinearOp):
         operator = torch.ops.fastgen.grouped_linear_out.default
         return partial(operator, op.result, op.x, *op.parts, op.order, op.bias, *op.sizes)

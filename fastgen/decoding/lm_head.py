@@ -1,8 +1,8 @@
-"""The LM head of a greedy step: the argmax from approximate logits, which a low-bit copy of its weight gives.
+"""The LM head of a greedy step: the argmax from approximate logits, computed with a low-bit copy of the weight.
 
 Only logits that could be the largest are computed from the weight itself (`fastgen.ops.approximate_logits`). In a
-captured step the copy has 8 bits and the argmax is exact; `fastgen.decoding.lm_head_pass` says which products of a
-recorded graph are such a head. The head of a draft has 4 bits, and its argmax is likely.
+captured step the copy has 8 bits and the argmax is exact. `fastgen.decoding.lm_head_pass` finds the products of a
+recorded graph that are such a head. The head of a draft has 4 bits, and its argmax is likely.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fastgen.ops.linear.choose import Kernel
 _aten = torch.ops.aten
 # With more rows, an exact product is no longer bound by reading the weight.
 _MOST_ROWS = 16
-# A copy is not worth it for less than that.
+# Smaller weights are not worth a copy.
 _LEAST_BYTES = 2**22
-# If more than this part of all logits is computed exactly over so many steps, they are too flat to be approximated.
+# If more than this part of all logits is computed exactly over this many steps, they are too flat to approximate.
 _MOST_COMPUTED, _STEPS = 1 / 16, 16
 
 
@@ -40,11 +40,11 @@ class GreedyHead:
 
     def __init__(self, logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._logits, self._x, self._bias = logits, x, bias
-        # With the copy, logits have the bits of GEMV. A result must not depend on whether there is one.
+        # With a copy, logits have the bits of GEMV, and a result must not depend on whether there is a copy.
         may_have_copy = _may_have_copy(x, weight, bias)
         self._multiply = _product(logits, x, weight, bias, choose.GEMV if may_have_copy else None)
         self._weight = cache.of(weight, formats.LM_HEAD) if may_have_copy else None
-        self._copy: approximate_logits.ApproximateHead | None = None  # whose logits wait for `find`
+        self._copy: approximate_logits.ApproximateHead | None = None  # the copy whose logits wait for `find`
         self._computed, self._steps = 0.0, 0
 
     def multiply(self) -> None:
@@ -56,17 +56,17 @@ class GreedyHead:
             approximate_logits.logits_out(self._logits, self._x, self._bias, self._copy)
 
     def find(self, out: Tensor) -> None:
-        """Writes the argmax of each row, [M], int64; a logit that is -inf by now is banned."""
+        """Writes the argmax of each row, [M], int64. A logit that is -inf by now is banned."""
         if not self._found(out):
             _aten.argmax.out(self._logits, -1, False, out=out)
 
     def find_two(self, out: Tensor, is_near: Tensor, masked: float, share: float) -> None:
-        """The same, and whether another one is about as large, [M], bool (`fastgen.ops.top_two`)."""
+        """Does the same, and writes whether another logit is about as large, [M], bool (`fastgen.ops.top_two`)."""
         if not self._found(out, is_near, masked, share):
             torch.ops.fastgen.top_two_out(out, is_near, self._logits, masked, share)
 
     def _found(self, out: Tensor, *near: Any) -> bool:
-        """Finds it where the logits are approximate; `near` are more arguments of `argmax_out`."""
+        """Finds the argmax if the logits are approximate; `near` are further arguments of `argmax_out`."""
         copy, self._copy = self._copy, None
         if copy is None or self._weight is None:
             return False
@@ -83,7 +83,7 @@ class GreedyHead:
 def _product(
     logits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel | None
 ) -> Callable[[], Any]:
-    """What computes all logits: with this kernel, or the one that serves them."""
+    """Returns the call that computes all logits, with this kernel or the one that is chosen for them."""
     op = linear_ops.linear_op(logits, x, weight, bias)
     if op is not None:
         return linear_ops.single(op if kernel is None else op._replace(kernel=kernel))
@@ -94,7 +94,7 @@ def _product(
 
 def _may_have_copy(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a copy makes this faster: few rows, and a weight that does not stay in a cache."""
-    # "never" says that products are torch's own, and that nothing is copied.
+    # With "never", products are torch's own, and nothing is copied.
     return (
         settings.current().packed_weights != "never"
         and approximate_logits.serves(x, weight, bias)
@@ -105,10 +105,10 @@ def _may_have_copy(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class DraftHead:
-    """The LM head of a model that drafts for itself, in the place of the layer's forward pass.
+    """The LM head of a model that drafts for itself, which replaces the layer's forward pass.
 
     Attributes:
-        weight: that of the layer, [N, K], in `formats.DRAFT_HEAD`.
+        weight: the layer's weight, [N, K], in `formats.DRAFT_HEAD`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DraftHead:
 
     @staticmethod
     def of(module: nn.Module, weight: Tensor) -> DraftHead | None:
-        """That of a layer of this weight, [N, K]; None where no kernel serves it, or it has no copy."""
+        """Returns the head of a layer with this weight, [N, K]; None if no kernel serves it, or it has no copy."""
         if not approximate_logits.serves(weight[:1], weight, module._parameters.get("bias")):
             return None
         derived = cache.of(weight, formats.DRAFT_HEAD, module._parameters["weight"])
@@ -129,13 +129,13 @@ class DraftHead:
         return None if copy is None else DraftHead(module, derived, copy)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The approximate logits for x, [..., K]: [..., N]."""
+        """Returns the approximate logits for x, [..., K]: [..., N]."""
         self._x = as_rows(x)
         self._logits = grouped.grouped_linear(x, self._copy.weight, self._module._parameters.get("bias"))
         return self._logits
 
     def argmax(self, logits: Tensor) -> Tensor | None:
-        """The argmax of each row, [M], most of the time; None if these are not what `logits` has returned."""
+        """Returns the most likely argmax of each row, [M]; None if `logits` are not those that `logits` returned."""
         x, ours, self._x, self._logits = self._x, self._logits, None, None
         if x is None or ours is None or not _are_same(logits, ours):
             return None
@@ -146,6 +146,6 @@ class DraftHead:
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same elements in the same memory, in one order."""
+    """Whether two contiguous tensors have the same elements in the same memory."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata and one.dtype is other.dtype
     return same and one.numel() == other.numel() and one.is_contiguous() and other.is_contiguous()

@@ -1,8 +1,8 @@
 """Finds the greedy LM heads of a recorded graph: products of which only the argmax of each row is read.
 
-Such a product becomes one of approximate logits, and its argmax that of `fastgen.ops.approximate_logits`. Between the
-two, logits processors may ban tokens: a banned logit is -inf, and so is its approximation then. Where drafted tokens
-are verified, the top two stand in place of the argmax.
+Such a product becomes one of approximate logits, and its argmax becomes that of `fastgen.ops.approximate_logits`.
+Between the two, logits processors may ban tokens: a banned logit is -inf, and so is its approximation. When drafted
+tokens are verified, the top two replace the argmax.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _TOP_TWO_OF_TENSOR = torch.ops.fastgen.top_two_out.default
 
 
 def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
-    """The operations, with `APPROXIMATE_LOGITS`, and `ARGMAX` or `TOP_TWO`, in place of greedy LM heads."""
+    """Returns the operations, with `APPROXIMATE_LOGITS`, and `ARGMAX` or `TOP_TWO`, in place of greedy LM heads."""
     index = {id(each): number for number, each in enumerate(operations)}
     made_by = {each.outputs[0].storage: each for each in operations if each.function in PRODUCTS and each.outputs[0]}
-    # A weight that the step itself makes or writes is another one in each step.
+    # A weight that the step itself makes or writes to differs from step to step.
     written = frozenset[int]().union(*(each.written for each in operations))
     found = list(operations)
     for argmax in operations:
@@ -56,7 +56,7 @@ def with_greedy_heads(operations: list[Operation]) -> list[Operation]:
 
 
 def _chosen_from(operation: Operation) -> TensorRef | Constant | None:
-    """What an operator finds the argmax or the top two of, in each row; None for any other operator."""
+    """Returns the tensor of which an operator finds each row's argmax or top two; None for any other operator."""
     if operation.function is _TOP_TWO_OF_TENSOR:
         return operation.args[2]
     is_argmax = operation.function is _aten.argmax.default and operation.args[1:] in ([Constant(-1)], [Constant(1)])
@@ -64,7 +64,7 @@ def _chosen_from(operation: Operation) -> TensorRef | Constant | None:
 
 
 def _is_of_rows(scores: TensorRef, product: Operation) -> bool:
-    """Whether the scores are a product in float32 with a weight, [M, N]."""
+    """Whether the scores are a float32 product with a weight, [M, N]."""
     (result,), (*bias, x, weight) = product.outputs, product.args
     assert result is not None
     is_known = all(isinstance(arg, TensorRef) and arg.dtype is torch.float32 for arg in (x, weight, *bias))
@@ -87,16 +87,16 @@ def _is_whole(ref: TensorRef | Constant, result: TensorRef) -> bool:
 
 
 def _only_ban(operations: Sequence[Operation], scores: TensorRef) -> bool:
-    """Whether all that happens to the scores between product and argmax is that some of them become -inf.
+    """Whether nothing happens to the scores between product and argmax except that some become -inf.
 
-    Or all but one of a row, whatever that one becomes: then it is the largest.
+    Or all but one of a row become -inf, and that one may take any value, because it is the largest.
 
     Args:
         operations: from the product to the argmax.
     """
     rewritten = frozenset[int]().union(*(each.in_place for each in operations))
     steps = iter([each for each in operations[1:-1] if scores.storage in each.used])
-    banned_if: TensorRef | Constant | None = None  # where the operator before has banned all
+    banned_if: TensorRef | Constant | None = None  # the condition under which the previous operator has banned all
     for each in steps:
         banned, banned_if = banned_if, None
         if any(isinstance(arg, TensorRef) and arg.storage == scores.storage for arg in each.args[1:]):
@@ -128,7 +128,7 @@ def _changes_columns(
 ) -> bool:
     """Whether some columns are selected, become -inf where a condition holds, and are copied back.
 
-    One column may become another number where all others have been `banned`.
+    A single column may become another number where all others have been `banned`.
     """
     (columns,), (_, dim, index, *_) = selection.outputs, selection.args
     if columns is None or copy is None or copy.function is not _aten.index_copy_.default:

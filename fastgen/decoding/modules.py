@@ -1,4 +1,4 @@
-"""The modules of a model, which each call walks more than once, and what a plain layer is."""
+"""Iterating over the modules of a model, which each call does more than once, and what a plain layer is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of `model.modules()`, each once, in another order, and several times as fast: without names."""
+    """Returns the modules of `model.modules()` in another order. Several times as fast, as it computes no names."""
     found: dict[nn.Module, None] = {model: None}
     left = [model]
     while left:
@@ -20,16 +20,16 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of its first parameter; the CPU for a model without parameters."""
+    """Returns the device of the first parameter; the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
-    """Whether a layer has a weight and maybe a bias, of this type on this kind of device, and nothing else."""
+    """Whether a layer has only a weight and maybe a bias, of this dtype and on this type of device."""
     for name in ("weight", "bias"):
         parameter = module._parameters.get(name)
         if parameter is None:
-            # A hook or a parametrisation has made an attribute of that name.
+            # A hook or a parametrisation may have made an attribute of that name.
             if name == "weight" or getattr(module, name, None) is not None:
                 return False
             continue

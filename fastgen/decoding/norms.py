@@ -1,7 +1,7 @@
 """RMS norm layers as one kernel, inside a captured step.
 
-Every model has a class of its own for it. So the form that a layer computes is found by probing: the layer runs on
-pseudo-random values with a pseudo-random weight, and its results must be those of one form. A probe holds for the
+Every model has its own class for them. So the form that a layer computes is found by probing: the layer runs on
+pseudo-random values with a pseudo-random weight, and its results must equal those of one form. A probe is valid for
 layers of a class that have the same width and the same attributes.
 """
 
@@ -22,7 +22,7 @@ from fastgen.ops.rms_norm import available, reference, rms_norm
 
 
 class Form(NamedTuple):
-    """What an RMS norm layer computes: the name of its attribute for `eps`, and the options of `rms_norm`."""
+    """What an RMS norm layer computes: the name of its `eps` attribute, and the options of `rms_norm`."""
 
     eps: str
     rounds_scaled: bool
@@ -31,19 +31,19 @@ class Form(NamedTuple):
 
 _inside: ContextVar[bool] = ContextVar("fastgen_fused_norms", default=False)
 _forms: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, Form | None]] = weakref.WeakKeyDictionary()
-# Attributes that a layer may have besides its weight: immutable and comparable.
+# Types of attributes that a layer may have besides its weight: immutable and comparable.
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def fused() -> AbstractContextManager[None]:
-    """Inside this, RMS norms run as one kernel, which a captured step starts at no cost."""
+    """Makes RMS norms run as one kernel inside this context, because a captured step launches it at no cost."""
     return patching.held(_inside, True)
 
 
 def serves(module: nn.Module, x: Any) -> bool:
-    """Whether the kernel serves a layer's input now."""
-    if not _inside.get():  # first: outside of a captured step nothing else counts
+    """Whether the kernel can process a layer's input now."""
+    if not _inside.get():  # first, because outside of a captured step nothing else matters
         return False
     weight = module._parameters.get("weight")
     return (
@@ -61,7 +61,7 @@ def normalise(module: nn.Module, form: Form, x: Tensor) -> Tensor:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """None if it is no RMS norm, or there is no kernel for its weight."""
+    """Returns the form of a layer; None if it is no RMS norm, or there is no kernel for its weight."""
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.numel() == 0:
         return None
@@ -82,10 +82,10 @@ def form_of(module: nn.Module) -> Form | None:
 
 @torch.no_grad()
 def _probed(module: nn.Module, of: Tensor, attributes: dict[str, Any], eps: str) -> Form | None:
-    """The form whose results are those of the layer, to the last bit in half precision.
+    """Returns the form whose results equal the layer's, in half precision bit for bit; None if there is none.
 
     Args:
-        of: its weight, for the width, the type and the device.
+        of: the layer's weight, for its width, dtype and device.
     """
     width, device = of.numel(), of.device
     values = torch.arange(4 * width, dtype=torch.float32, device=device)
@@ -94,14 +94,14 @@ def _probed(module: nn.Module, of: Tensor, attributes: dict[str, Any], eps: str)
     values = values.to(of.dtype)
     weight, x = values[0], values[None, 1:]  # [1, 3, width], as in a model
     try:
-        # Not a copy, which would copy what hooks hold.
+        # Not a deep copy, which would also copy objects that hooks hold.
         layer = type(module).__new__(type(module))
         nn.Module.__init__(layer)
         vars(layer).update(attributes, training=module.training)
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        setattr(layer, eps, 0.01)  # its own may be too small to matter
+        setattr(layer, eps, 0.01)  # the layer's own value may be too small to affect the results
         expected = type(layer).forward(layer, x)
-    except Exception as error:  # it is no norm
+    except Exception as error:  # the layer is no norm
         interrupts.pass_on(error)
         return None
     if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:

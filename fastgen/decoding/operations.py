@@ -1,4 +1,4 @@
-"""What a function has done, as a list of operators: what `fastgen.decoding.captured.recording` writes down."""
+"""A list of operators that a function has called, as `fastgen.decoding.captured.recording` records it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure
 
 
-@dataclass(slots=True, unsafe_hash=True)  # thousands are made while a step is recorded: frozen ones take thrice as long
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, which takes thrice as long: a recording makes thousands
 class TensorRef:
-    """A tensor as a recording knows it: where it lies and how it is laid out. Never changed."""
+    """A tensor in a recording: its storage and its layout. Never changed."""
 
     storage: int
     dtype: torch.dtype
@@ -25,23 +25,23 @@ class TensorRef:
 
     @staticmethod
     def of(storage: int, tensor: Tensor) -> TensorRef:
-        """Where a tensor lies in the storage of this number."""
+        """Returns the reference of a tensor in the storage of this number."""
         size, stride = tuple(tensor.shape), tensor.stride()
         return TensorRef(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
     def of_storage(self, storage: torch.UntypedStorage, begin: int = 0) -> Tensor:
-        """The tensor, in this memory, from so many elements on."""
+        """Returns the tensor in this memory, with its offset increased by `begin` elements."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset + begin, self.size, self.stride)
 
     @property
     def end(self) -> int:
-        """Bytes of the storage up to the last one that it may touch."""
+        """Number of bytes of the storage up to the last one that the tensor may touch."""
         last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         return (self.offset + last + 1) * self.dtype.itemsize if all(self.size) else 0
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its numbers lie next to each other, in their order."""
+        """Whether its elements are adjacent and in row-major order."""
         inner = itertools.accumulate(reversed(self.size[1:]), operator.mul, initial=1)
         layout = zip(self.size, self.stride, reversed(list(inner)), strict=True) if self.size else ()
         return all(size == 1 or stride == wanted for size, stride, wanted in layout)
@@ -55,7 +55,7 @@ class Constant:
 
 
 def storage_of(arg: TensorRef | Constant | None) -> int:
-    """The storage of an argument, or of a result, that is known to be a tensor in memory of its own."""
+    """Returns the storage of an argument or result that is known to be a tensor in its own memory."""
     assert isinstance(arg, TensorRef), f"{arg} is no tensor in memory of its own"
     return arg.storage
 
@@ -65,9 +65,9 @@ class Operation:
     """A call of an operator.
 
     Attributes:
-        args: its arguments, flattened; `structure` puts them together again (torch.utils._pytree).
-        outputs: the result's tensors; None for those that lie in memory which was there before.
-        in_place: the storages of the arguments that it writes to.
+        args: its arguments, flattened; `structure` restores them (torch.utils._pytree).
+        outputs: the result's tensors; None for those in memory that existed before.
+        in_place: the storages of arguments that it writes to.
     """
 
     function: Any
@@ -88,23 +88,23 @@ class Operation:
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """The storages that it makes, or writes to."""
+        """The storages that it makes or writes to."""
         return self.made | self.in_place
 
     @property
     def only_computes(self) -> bool:
-        """Whether it does nothing but write what it computes from its arguments."""
+        """Whether its only effect is to write what it computes from its arguments."""
         is_random = torch.Tag.nondeterministic_seeded in self.function.tags
         return self.function.namespace in ("aten", "prims", "fastgen") and not is_random
 
     @property
     def is_allocation(self) -> bool:
-        """Whether it only makes memory, and writes nothing to it."""
+        """Whether it only allocates memory without writing to it."""
         return self.function.overloadpacket in UNINITIALISED
 
 
 _aten = torch.ops.aten
-# Products of two matrices: those of linear layers.
+# Products of two matrices, as in linear layers.
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 UNINITIALISED = frozenset(
@@ -114,19 +114,19 @@ UNINITIALISED = frozenset(
 
 @cache
 def structure_of(arguments: int) -> Any:
-    """Of an operation with so many arguments, none of which is one by name, or in a list."""
+    """Returns the structure of an operation with this many arguments, all positional and none in a list."""
     return tree_structure(((None,) * arguments, {}))
 
 
 class Recording:
-    """What `record` has found.
+    """The result of `record`.
 
     Attributes:
-        operations: in their order.
+        operations: in order.
         storages: by number: memory that operations use.
-        made: the numbers of those that operations have made.
-        host_values: the numbers of those that hold host values.
-        constants: operations whose results are the same in each replay, in their order, where a pass has found them.
+        made: numbers of the storages that operations have made.
+        host_values: numbers of the storages that hold host values.
+        constants: operations whose results are equal in each replay, in order, once a graph pass has found them.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Recording:
 
 @cache
 def with_out(function: Any, results: int) -> tuple[Any, list[str]] | None:
-    """The overload of an operator that writes its results to preallocated memory, and the names of those arguments."""
+    """Returns the overload of an operator that writes to preallocated results, and the names of those arguments."""
     wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         other = getattr(function.overloadpacket, name)

@@ -1,6 +1,6 @@
-"""Packed (varlen) sequences: those of a padded batch, one behind the other in one row without the padding.
+"""Packed (varlen) sequences: the sequences of a padded batch one after the other in one row, without the padding.
 
-Everything that a Transformer's encoder computes per token then runs on the tokens alone; only attention has to know
+Everything that a Transformer's encoder computes per token then runs on the tokens alone. Only attention has to know
 where a sequence ends (Zeng et al., "Boosting Distributed Training Performance of the Unpadded BERT Model", 2022; Krell
 et al., "Efficient Sequence Packing without Cross-contamination", 2021, arXiv 2107.02027).
 """
@@ -17,14 +17,14 @@ from fastgen.ops import packed_attention
 
 
 class Packing:
-    """Where the tokens of a batch lie in the row.
+    """The places of a batch's tokens in the packed row.
 
-    Sequences of one length lie next to each other, so that attention takes them as a batch, as a view.
+    Sequences of equal length are adjacent, so that attention can process them as a batch through a view.
 
     Attributes:
         mask: [batch, longest], bool: True for tokens, False for padding.
-        lengths: of each sequence.
-        total: tokens of all sequences.
+        lengths: length of each sequence.
+        total: number of tokens of all sequences.
     """
 
     def __init__(self, mask: Tensor) -> None:
@@ -34,7 +34,7 @@ class Packing:
         order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
         rows, columns = mask[order].nonzero(as_tuple=True)
         self._indices = torch.tensor(order)[rows] * mask.shape[1] + columns
-        # Of sequences with the same length: how many, and the length.
+        # For each run of sequences of equal length: their number, and the length.
         runs = itertools.groupby(self.lengths[row] for row in order)
         self._runs = [(len(list(same)), length) for length, same in runs]
         self._in_row = torch.tensor([self.lengths[row] for row in order])
@@ -50,7 +50,7 @@ class Packing:
         return result.view(*self.mask.shape, *packed.shape[2:])
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-        """Attention within each sequence.
+        """Computes attention within each sequence.
 
         Args:
             query, keys, values: [1, heads, total, dim], any floating dtype; a head of keys may serve several of query.
@@ -74,13 +74,13 @@ class Packing:
 
 
 def attend_equal(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor | None:
-    """Attention within each sequence of a batch of one length, where FastGen's operator serves.
+    """Computes attention within each sequence of a batch of equal lengths, if FastGen's operator serves.
 
     Args:
         query, keys, values: [batch, heads, length, dim]; a head of keys may serve several of query.
 
     Returns:
-        [batch, length, heads, dim of the values]; None where torch's attention is to run.
+        [batch, length, heads, dim of the values]; None if torch's attention has to run.
     """
     is_batch = query.dim() == keys.dim() == values.dim() == 4 and len(query) == len(keys) == len(values)
     if not is_batch or not query.numel() or not packed_attention.serves(query, keys, values):
@@ -94,6 +94,6 @@ def attend_equal(query: Tensor, keys: Tensor, values: Tensor, scale: float | Non
 
 
 def _batch_of(x: Tensor, begin: int, batch: int, length: int) -> Tensor:
-    """[1, heads, total, dim] -> [batch, heads, length, dim], a view."""
+    """Returns a view, [1, heads, total, dim] -> [batch, heads, length, dim]."""
     part = x[0, :, begin : begin + batch * length]
     return part.unflatten(1, (batch, length)).transpose(0, 1)

@@ -1,7 +1,7 @@
-"""Linear ops of captured steps that read a weight in float32 from a copy in 16 bits, packed in panels.
+"""Linear ops of captured steps that read a float32 weight from a 16-bit copy, packed in panels.
 
-Most checkpoints are stored in 16 bits, and with few rows a product is bound by reading the weight. The products have
-the bits of GEMM with the weight, whatever the number of rows. `fastgen.decoding.weights` says when there is a copy.
+Most checkpoints are stored in 16 bits, and with few rows a product is bound by reading the weight. The results equal
+GEMM with the weight bit for bit, for any number of rows. `fastgen.decoding.weights` decides when there is a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _is_suspended: ContextVar[bool] = ContextVar("fastgen_panels_suspended", default
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """What is recorded inside this has no such ops: where a call reads a weight once, copies would never be made."""
+    """Prevents such ops in recordings made inside: if a call reads a weight once, a copy would never be made."""
     with undoing(partial(_is_suspended.set, _is_suspended.get())):
         _is_suspended.set(True)
         yield
@@ -37,7 +37,7 @@ def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class PanelOp(NamedTuple):
-    """A linear op of which the weight may have a copy; without one, it is `unpacked`, which has the same bits."""
+    """A linear op whose weight may have a copy. Without one, `unpacked` replaces it, with the same bits."""
 
     unpacked: Any
     result: Tensor
@@ -47,14 +47,14 @@ class PanelOp(NamedTuple):
 
 
 class PanelOps(NamedTuple):
-    """Panel ops of one input, of which none reads what another one writes."""
+    """Panel ops of one input, none of which reads what another one writes."""
 
     ops: Sequence[PanelOp]
     unpacked: Sequence[Callable[[], object]]  # the calls without copies, batched
-    each: Sequence[Callable[[], object]]  # and one by one
+    each: Sequence[Callable[[], object]]  # the calls without copies, one by one
 
     def calls(self, copies: Sequence[Tensor | None]) -> Sequence[Callable[[], object]]:
-        """The calls that write the results, with a copy of each weight or None."""
+        """Returns the calls that write the results, given a copy of each weight or None."""
         found = [(op.result, copy, op.bias) for op, copy in zip(self.ops, copies, strict=True)]
         packed = [each for each in found if each[1] is not None]
         if not packed:
@@ -73,10 +73,10 @@ class _Chosen(NamedTuple):
 
 
 class Calls:
-    """The calls of a program, with those products that read copies of their weights while there are such.
+    """The calls of a program, whose products read copies of their weights while these exist.
 
     Args:
-        calls: in their order.
+        calls: in order.
     """
 
     def __init__(self, calls: Sequence[Callable[[], object] | PanelOps] = ()) -> None:
@@ -84,17 +84,17 @@ class Calls:
         of_panels = (each for each in calls if isinstance(each, PanelOps))
         self._weights = [op.weight for each in of_panels for op in each.ops]
         self._unpacked = self._now = self._with([None] * len(self._weights))
-        self._packed: _Chosen | None = None  # with all the copies that there are
-        self._validated_in: object = None  # the call in which they do not change any more
+        self._packed: _Chosen | None = None  # with all copies that exist
+        self._validated_in: object = None  # the call in which the copies do not change any more
         for weight in self._weights:
             weight.tell(self)
 
     def forget(self) -> None:
-        """A copy has gone: what reads it holds it no longer."""
+        """Drops all references to copies, because one is gone."""
         self._now, self._packed, self._validated_in = self._unpacked, None, None
 
     def now(self, in_lists: bool) -> Sequence[Callable[[], object]]:
-        """The calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
+        """Returns the calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
         chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
             call = cache.current_call()
@@ -107,7 +107,7 @@ class Calls:
     def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
         if all(copy is None for copy in copies):
             return self._unpacked
-        # The first step of a call reads none or a part of them. The calls of the others are kept.
+        # The first step of a call reads no copies, or only some. The calls of later steps are kept.
         if not _are_same(copies, [weight.copy for weight in self._weights]):
             return self._with(copies)
         packed = self._packed

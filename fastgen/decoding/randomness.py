@@ -6,7 +6,7 @@ import torch
 
 
 class RandomState:
-    """The state of torch's generators as it is now, the CPU's and that of `device`: to draw the same once more."""
+    """A snapshot of torch's generators, the CPU's and that of `device`, to draw the same numbers again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -15,7 +15,7 @@ class RandomState:
         self._state = self._module.get_rng_state(device) if self._module is not None else None
 
     def restore(self) -> None:
-        """Sets the generators back to that state."""
+        """Restores the generators' states."""
         torch.set_rng_state(self._cpu)
         if self._module is not None:
             self._module.set_rng_state(self._state, self._device)

@@ -1,4 +1,4 @@
-"""Encoder outputs of sources that have been read: the same source is encoded once, however many requests have it."""
+"""A cache of encoder outputs: a source is encoded once, however many requests have it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Sources:
-    """Of one model as it is. What is not used for longest goes first. Not for several threads.
+    """The encoder outputs of one model in its present state. Evicts the least recently used ones. Not thread-safe.
 
     Args:
-        most_bytes: of encoder outputs, at the most.
-        are_current: whether they are those of the model as it is. It clears them where they are not.
+        most_bytes: maximum size of the encoder outputs.
+        are_current: returns whether they are those of the model in its present state, and clears them if not.
 
     Attributes:
-        kind: the class that the library has them in; whoever encodes says it.
-        reused: sources that were not encoded, as they had been.
+        kind: the class of the library's encoder outputs; set by the code that encodes.
+        reused: number of sources that did not have to be encoded.
     """
 
     def __init__(self, most_bytes: int, are_current: Callable[[], bool] = lambda: True) -> None:
@@ -36,13 +36,13 @@ class Sources:
     def encode(
         self, run: Callable[[Tensor, Tensor], Tensor], ids: Tensor, mask: Tensor, kind: Hashable = None
     ) -> Tensor:
-        """The encoder output [batch, longest, size] of sources, zero where there is padding.
+        """Returns the encoder output, [batch, longest, size], of sources, with zeros for padding.
 
         Args:
-            run: encodes some rows: their tokens, and their mask, with padding on the right.
+            run: encodes rows, given their tokens and their mask, with padding on the right.
             ids: [batch, longest], int64.
-            mask: [batch, longest], 1, and 0 where there is padding, behind them.
-            kind: sources of another one are not the same, whatever their tokens.
+            mask: [batch, longest]: 1 for tokens, 0 for padding on the right.
+            kind: sources of different kinds are different, whatever their tokens.
         """
         real = mask.bool()
         keys = [(kind, *row[is_real].tolist()) for row, is_real in zip(ids, real, strict=True)]

@@ -1,4 +1,4 @@
-"""The functions of torch that FastGen's operators and tensors stand for, and whether it may stand for them now."""
+"""Torch functions that FastGen's operators and tensors replace, and whether they may be replaced now."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.overrides import _get_current_function_mode_stack
 
 from fastgen.decoding.library_code import are_the_same, is_own
 
-# Functions of torch.nn.functional that a step may run: losses are replaced by libraries for training.
+# Functions of torch.nn.functional that a step may run. Losses are left out: libraries for training replace them.
 _OF_STEPS = sorted(name for name in vars(F) if not name.startswith("_") and not re.search("loss|entropy", name))
 
 
 class _Torch:
-    """The functions of torch that FastGen has operators and rules for. Those of a user's are not held."""
+    """The torch functions that FastGen has operators and rules for. It holds no user's functions."""
 
     def __init__(self) -> None:
         self._names: frozenset[str] = frozenset()
         self._seen: list[Any] = []
 
     def watch(self, functions: Iterable[Any]) -> None:
-        """Looks at what has the names of these in torch and its tensors, too."""
+        """Also watches what has the names of these functions in torch and its tensors."""
         self._names |= {getattr(each, "__name__", "") for each in functions} - {"", "__get__"}
         self._seen = []
 
     def replaced(self) -> str | None:
-        """The name of one that is not torch's own any more."""
+        """Returns the name of a function that is not torch's own any more, or None."""
         now = self._now()
         if are_the_same(now, self._seen):
             return None
@@ -52,9 +52,9 @@ watch = _torch.watch
 
 
 def unusual() -> str | None:
-    """Why FastGen must not stand for functions of torch here and now; None where it may.
+    """Returns why FastGen must not replace torch functions here and now, or None.
 
-    A mode of the user's sees each operation. A default device is torch's own mode.
+    A mode of the user's sees each operation. A default device is a mode of torch's own, which is allowed.
     """
     if torch._C._len_torch_function_stack():
         for mode in _get_current_function_mode_stack():

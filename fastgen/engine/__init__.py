@@ -1,9 +1,9 @@
-"""The engine: requests from any thread, put together into batches that the model generates for.
+"""The engine: takes requests from any thread and batches them for the model.
 
-`requests` says what a request is, `options` makes and checks it, `waiting` holds those that have not run, `continuous`
-runs them, `calls` in calls of `generate`; `planning` says which are cheap together, `adapters` what peft's models do
-besides. `engine` is the interface, and `foreground` runs a list of requests in the calling thread. Importing this
-package imports none of them.
+`requests` defines a request, `options` makes and checks it, and `waiting` holds the requests that have not run.
+`continuous` runs them, through `calls` where a call of `generate` is needed; `planning` decides which requests are
+cheap together, and `adapters` handles peft's models. `engine` is the interface, and `foreground` runs a list of
+requests in the calling thread. Importing this package imports none of these modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ENTRY_POINT = "transformers.generate_batch"
 
 
 def patches() -> list[Patch]:
-    """The patch that has Transformers' own interface to continuous batching run on the engine."""
+    """Returns the patch that makes Transformers' own interface for continuous batching run on the engine."""
     arguments = "inputs generation_config continuous_batching_config record_timestamps progress_bar persistent_manager"
     return [
         Patch(

@@ -1,7 +1,7 @@
-"""A model of peft as the engine sees it: the model that its `generate` calls, and when that runs requests in slots.
+"""A peft model as the engine sees it: which model its `generate` calls, and when its requests can run in slots.
 
-peft's `generate` hands a call on to that of the model inside, whose layers have the adapters. What it does besides is
-for kinds of adapters that add tokens, or see rows and positions: those keep a call of peft's for each request.
+peft's `generate` forwards the call to the model inside, whose layers hold the adapters. For adapters that add tokens,
+or that depend on rows or positions, it does more; each request of such a model keeps its own call of peft's `generate`.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS
 from fastgen.optimizer.transformers.models import ADAPTERS
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 
-# peft's option: the adapter of each row.
+# peft's option that names the adapter of each row.
 ADAPTER_NAMES = "adapter_names"
 
 
 def is_pefts(model: Any) -> bool:
-    """Whether `generate` of this model is peft's own."""
+    """Whether this model's `generate` is peft's own."""
     if not (_is_a(model, "PeftModel") or _is_a(model, "PeftMixedModel")):
         return False
     return "generate" not in vars(model) and library_code.is_of_library(type(model).generate)
 
 
 def _is_a(model: Any, name: str) -> bool:
-    """Whether a model is of this class of peft's, which is not imported for that."""
+    """Whether the model is an instance of this peft class. Does not import peft."""
     return isinstance(model, getattr(sys.modules.get("peft"), name, ()))
 
 
 def model_inside(model: Any) -> Any:
-    """The model that generates: the one inside a model of peft; any other itself."""
+    """Returns the model that generates: the one inside a peft model, or the model itself."""
     if not is_pefts(model):
         return model
-    tuner = model.base_model  # with a learned prompt, there is none between the two
+    tuner = model.base_model  # a prompt-learning model has no tuner in between
     inside = tuner if isinstance(tuner, GenerationMixin) else getattr(tuner, "model", None)
     return inside if isinstance(inside, GenerationMixin) else model
 
 
 def alone_for_adapters(model: Any) -> str | None:
-    """Why each request of a model of peft has a call of its own, with the adapters that are active; None where requests
-    run as the model inside has them.
+    """Returns why each request of a peft model needs its own call with the active adapters; None if the requests can
+    run on the model inside.
     """
     if not is_pefts(model):
         return None
@@ -65,23 +65,20 @@ def alone_for_adapters(model: Any) -> str | None:
 
 
 def choose_config(model: Any, inside: Any) -> None:
-    """Has the model inside the generation config that a call of peft's for a decoder gives it."""
+    """Gives the model inside the generation config that peft's call for a decoder would give it."""
     if _is_a(model, "PeftModelForCausalLM") and inside is not model:
         inside.generation_config = model.generation_config
 
 
 def arguments_of(model: Any, options: Mapping[str, Any]) -> list[str]:
-    """The options of a call that peft keeps for itself, such as `adapter_names`: something for each row."""
+    """Returns the options of a call that peft consumes itself, such as `adapter_names`, with a value for each row."""
     own = getattr(model, "special_peft_forward_args", ()) if is_pefts(model) else ()
     return [name for name in own if name in options]
 
 
 def take_adapter(model: Any, inside: Any, options: dict[str, Any]) -> str | None:
-    """The adapter that a request names for itself, taken out of its options where FastGen has it beside others; None
-    where it names none, and where peft's own code has to run it.
-
-    Raises:
-        ValueError: the model has no such adapter.
+    """Returns the adapter that a request names, and removes it from the options, if FastGen can serve it beside others.
+    Returns None if the request names none, or if peft's own code has to run it.
     """
     if ADAPTER_NAMES not in arguments_of(model, options):
         return None
@@ -100,7 +97,7 @@ def take_adapter(model: Any, inside: Any, options: dict[str, Any]) -> str | None
 
 
 def name_tokens(model: Any, inside: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a call, with the name that peft looks for: it has more to do for some kinds of adapters."""
+    """Returns the inputs of a call under the name that peft looks for: it treats some kinds of adapters specially."""
     if model is inside or "inputs" not in given or inside.main_input_name != "input_ids":
         return given
     return {"input_ids" if name == "inputs" else name: value for name, value in given.items()}
@@ -108,8 +105,8 @@ def name_tokens(model: Any, inside: Any, given: dict[str, Any]) -> dict[str, Any
 
 @contextlib.contextmanager
 def without_hooks_left(model: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """A call of peft's that fails leaves the hooks on the model that hand something to each row, such as its adapter,
-    or where in its prompt that begins: they go.
+    """Removes the hooks that a failed call of peft's leaves on the model. They give each row something of its own, such
+    as its adapter or the place in the prompt where the adapter starts.
     """
     may_have_hooks = bool(arguments_of(model, options)) or alone_for_adapters(model) is not None
     before = _row_hooks(model) if may_have_hooks else set()
@@ -127,16 +124,17 @@ def _row_hooks(model: Any) -> set[tuple[nn.Module, int]]:
 
 
 class Served:
-    """The adapters that requests have had, in the order in which they came first."""
+    """The adapters that requests have used, in order of first use."""
 
     def __init__(self) -> None:
         self._names: list[str | None] = []
 
     def beside(self, adapter: str | None) -> Adapters:
-        """Those of a step that serves this one: those that came first with it, as many as a step may have.
+        """Returns the adapters of the step that serves this one: its group in order of first use, as large as a step
+        allows.
 
-        A step is recorded for these, and not for each mixture that there may be. Requests without one of their own have
-        no others beside them, unless there are such in slots.
+        A step is captured for such a group rather than for each mixture of adapters. Requests without an adapter of
+        their own get a step without others, unless such a step already serves slots.
         """
         if adapter not in self._names:
             self._names.append(adapter)
@@ -144,5 +142,5 @@ class Served:
         return ACTIVE if adapter is None else tuple(self._names[begin : begin + MOST_ADAPTERS])
 
     def clear(self) -> None:
-        """The model has changed."""
+        """Forgets all adapters, because the model has changed."""
         self._names.clear()

@@ -1,4 +1,4 @@
-"""One call of `model.generate` for several requests, and which models may have such."""
+"""Runs one call of `model.generate` for several requests, and decides which models allow that."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from fastgen.optimizer.transformers import buckets, models, row_adapters, states
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 
-# Who draws from torch's generator for a request: it is one for all threads. A call may wait, in code of the user's, for
-# one of another engine: that goes on without it after so many seconds.
+# Held by the engine that draws from torch's generator, which all threads share. A call may wait, in the user's code,
+# for a call of another engine, so an engine proceeds without the lock after this many seconds.
 _draws = forkable_lock()
 _PATIENCE = 10.0
-# What layers of peft, and Transformers' own interface to it, say of the adapters that a forward pass uses.
+# Attributes by which peft's layers, and Transformers' own interface to peft, select the adapters of a forward pass.
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> list[Any]:
-    """The result of each of these requests, as a call of its own returns it; nothing for a batch that returns more than
-    sequences, which are those of all together.
+    """Returns the result of each request, as a call of its own would return it. Returns an empty list for a batch whose
+    call returns more than sequences, because such a result cannot be split.
 
-    They agree in their options. The call ends with the step in which the last of them is cancelled.
+    The requests agree in their options. The call ends with the step in which the last of them is cancelled.
     """
     request, options = batch[0], _until_cancelled(batch)
     with _having(model, request.adapter, len(batch)) as of_peft:
@@ -51,8 +51,8 @@ def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> li
 
 @contextlib.contextmanager
 def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, Any]]:
-    """A context in which all rows of a call have an adapter of their own; gives the options of peft's that say so where
-    FastGen is off, or the model has changed, and peft's own code has to do it.
+    """Makes all rows of a call use the request's own adapter. Yields the peft options that do so if FastGen is off or
+    the model has changed, because peft's own code then has to select the adapter.
     """
     if adapter is None:
         yield {}
@@ -69,10 +69,10 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 @contextlib.contextmanager
 def drawing(batch: Sequence[Request]) -> Iterator[None]:
-    """A context in which no other engine draws from torch's generator, if one of these requests may.
+    """Keeps other engines from drawing from torch's generator if one of these requests may draw.
 
-    One that enters slots has a generator of its own there, whose seed is drawn; and the call runs to its end where it
-    cannot enter.
+    A request that enters slots gets a generator of its own there, but its seed is drawn from torch's; and a request
+    that cannot enter draws until its call ends.
     """
     may_draw = any(each.seed is not None or each.config is None or each.config.do_sample for each in batch)
     has_it = may_draw and _draws.acquire(timeout=_PATIENCE)
@@ -84,7 +84,7 @@ def drawing(batch: Sequence[Request]) -> Iterator[None]:
 
 
 def by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
-    """What a call for this request alone returns."""
+    """Returns the result of a call for this request alone."""
     device = model.device
     given = {name: _copied(value) for name, value in {**request.inputs, **options}.items()}
     with (
@@ -97,8 +97,8 @@ def by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Of what an encoder has made, a copy that shares its tensors: `generate` repeats it in place, for each sequence,
-    and a request may begin again.
+    """Copies an encoder's output, sharing its tensors: `generate` repeats it in place for each sequence, and the
+    request may begin again.
     """
     if isinstance(value, ModelOutput):
         return copy.copy(value)
@@ -106,8 +106,8 @@ def _copied(value: Any) -> Any:
 
 
 def _until_cancelled(batch: Sequence[Request]) -> dict[str, Any]:
-    """Options with which a call ends when nobody wants its results any more: a criterion of the library's own, which
-    nothing takes for the user's, and which ends all rows at once.
+    """Returns options that end the call once nobody wants its results. They add a criterion of the library's own class,
+    which is not mistaken for user code and ends all rows at once.
     """
     first = batch[0]
     if first.config is None or first.config.max_time is not None or first.options.get("custom_generate") is not None:
@@ -124,17 +124,17 @@ def _until_cancelled(batch: Sequence[Request]) -> dict[str, Any]:
 
 
 def _together(model: Any, batch: Sequence[Request], options: dict[str, Any]) -> list[Tensor]:
-    """The sequences of each request [rows, length]."""
+    """Returns the sequences [rows, length] of each request."""
     first, has_encoder = batch[0], model.config.is_encoder_decoder
-    side = "right" if has_encoder else "left"  # a decoder goes on behind the last column
+    side = "right" if has_encoder else "left"  # a decoder continues after the last column
     tokens = [request.tokens for request in batch if request.tokens is not None]
     masks = [
         torch.ones_like(row) if request.mask is None else request.mask
         for request, row in zip(batch, tokens, strict=True)
     ]
-    if is_form(form := first.options.get("logits_processor")):  # each has one of its own, and goes no further in slots
+    if is_form(form := first.options.get("logits_processor")):  # in slots, each request's own form is used instead
         options["logits_processor"] = form
-    padding = first.config.pad_token_id  # which the attention mask hides, whatever it is
+    padding = first.config.pad_token_id  # any value works, because the attention mask hides it
     ids = pad_sequence(tokens, True, 0 if padding is None else padding, side)
     prompt = 1 if has_encoder else ids.shape[1]
     made = model.generate(
@@ -155,12 +155,13 @@ def _together(model: Any, batch: Sequence[Request], options: dict[str, Any]) -> 
 
 
 def _options(first: Request, prompt: int, new_tokens: int) -> dict[str, Any]:
-    """The options of a batch whose prompts, padding included, have so many tokens, and get as many new ones.
+    """Returns the options of a batch with prompts of `prompt` tokens, padding included.
 
-    All of them, by name: in a generation config, the library would take the model's own for those that are None.
+    All options are passed by name: in a generation config, the library would replace those that are None with the
+    model's defaults.
     """
     config, least = first.config, least_new_tokens(first.config, first.prompt)
-    # With a number of new tokens the library would warn of another length.
+    # The library warns if a call gives both max_new_tokens and max_length.
     lengths: dict[str, Any] = {"max_length": prompt + new_tokens}
     if config.max_new_tokens is not None:
         lengths = {"max_length": None, "max_new_tokens": new_tokens}
@@ -169,7 +170,7 @@ def _options(first: Request, prompt: int, new_tokens: int) -> dict[str, Any]:
 
 
 def written(generated: Tensor, config: Any) -> list[int]:
-    """How many tokens [rows, longest] the model has written in each row, the end included: behind it is padding."""
+    """Returns the number of generated tokens in each row [rows, longest]: with the end token, without padding."""
     tokens = [] if config.eos_token_id is None else config.eos_token_id
     ends = torch.isin(generated.cpu(), torch.as_tensor(tokens, dtype=torch.long).cpu())
     first = ends.int().argmax(dim=1) + 1 if generated.shape[1] else torch.zeros(len(generated), dtype=torch.long)
@@ -177,7 +178,7 @@ def written(generated: Tensor, config: Any) -> list[int]:
 
 
 def pads(model: Any) -> bool:
-    """Whether requests of several lengths may share a batch: padding is known to change nothing."""
+    """Whether requests of different lengths may share a batch: padding is known not to change their results."""
     model = adapters.model_inside(model)
     if model.config.is_encoder_decoder:
         return way_of(model.get_encoder()) is not None
@@ -185,7 +186,7 @@ def pads(model: Any) -> bool:
 
 
 def what_shares_a_call(model: Any) -> str:
-    """Which requests of a model share a static batch, as a sentence."""
+    """Says, in a sentence, which requests of a model share a static batch."""
     reason = alone_for_model(model)
     if reason is not None:
         return f"each request has a call of its own: {reason}"
@@ -193,7 +194,7 @@ def what_shares_a_call(model: Any) -> str:
 
 
 def alone_for_model(model: Any) -> str | None:
-    """Why no requests of this model may share a batch, as it is now; None where they may. A whitelist decides."""
+    """Returns why requests of this model must not share a batch now; None if they may. A whitelist decides."""
     reason = adapters.alone_for_adapters(model)
     if reason is not None:
         return reason
@@ -212,13 +213,13 @@ def alone_for_model(model: Any) -> str | None:
 
 
 def state_of(model: Any) -> list[tuple[Any, ...]]:
-    """What a call must not mix: an equal list as long as the model has the same weights, modules, mode and adapters."""
+    """Returns a list that stays equal while the model keeps its weights, modules, mode and adapters within a call."""
     found: list[tuple[Any, ...]] = []
     for module in modules_of(model):
         own = vars(module)
         found.append((id(module), module.training, *(repr(own[name]) for name in _OF_ADAPTERS if name in own)))
         for weight in module._parameters.values():
-            # A forward pass exchanges what is fetched for it, and tables of positions that are made anew for longer
+            # A forward pass replaces weights that are fetched for it, and position tables that it rebuilds for longer
             # inputs.
             if weight is None or weight.is_meta or (isinstance(module, nn.Embedding) and not weight.requires_grad):
                 continue
@@ -228,11 +229,11 @@ def state_of(model: Any) -> list[tuple[Any, ...]]:
 
 
 class ModelState:
-    """What a model was when somebody looked the last time.
+    """The state of a model when `has_changed` was last called.
 
     Attributes:
         latest: the state.
-        changes: how often it was another one than before.
+        changes: how often the state has changed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -240,7 +241,7 @@ class ModelState:
         self.latest: list[tuple[Any, ...]] | None = None
 
     def has_changed(self) -> bool:
-        """Whether it is another one now than it was then."""
+        """Whether the state differs from that of the previous call."""
         before, self.latest = self.latest, state_of(self._model)
         self.changes += self.latest != before
         return self.latest != before

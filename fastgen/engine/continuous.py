@@ -1,8 +1,7 @@
-"""What runs requests: continuous batching in slots, and static batches for what cannot be run so.
+"""Runs requests: by continuous batching in slots, and in static batches where slots cannot serve them.
 
-A request takes a slot for each of its rows, and gives them to others when it is over. It enters by a call of `generate`
-that ends behind its prefill (`fastgen.optimizer.transformers.entering`). What the hooks of that call decline runs in it
-to its end, as a static batch.
+A request takes one slot per row and frees its slots when it ends. It enters by a call of `generate` that stops after
+its prefill (`fastgen.optimizer.transformers.entering`). If that call's hooks decline, it runs on as a static batch.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from fastgen.optimizer.transformers.captured.pays import is_repeatable
 from fastgen.optimizer.transformers.captured.slots import Slot, Slots
 from fastgen.optimizer.transformers.entering import entering
 
-# Steps of so many kinds run in turn. A request of another kind is a static batch while there are as many.
+# At most this many kinds of steps run, one after the other. Beyond that, a request of another kind is a static batch.
 MOST_IN_USE = 8
-# Seconds in which no other thread gets the turn for captured steps, and nobody looks whether weights were written to;
-# and where others wait for it, as another engine does. Each turn looks at the weights once more.
+# Seconds that an engine keeps the turn for captured steps, and the same while others, such as another engine, wait for
+# it. Weights are checked for writes only once per turn.
 _TURN, _SHARED_TURN = 2.0, 0.25
 # Seconds between two turns, in which others may take theirs.
 _BREATH = 0.001
-# So often a request may meet a step that fails, or a model that has changed, and begin again: the next time it fails.
+# A request begins again at most this many times after a step has failed or the model has changed; then it fails.
 _MOST_FAILURES = 2
 COUNTED = "steps row_steps busy_row_steps batches rows tokens repeated preempted drafted_tokens accepted_tokens".split()
 DECLINED = "a call that does not enter slots"
@@ -49,17 +48,17 @@ CHANGED = "the model has changed while the request ran: its weights, modules, ad
 
 
 class ContinuousBatches:
-    """Runs each request in slots, where it can. For one thread.
+    """Runs each request in slots if it can. Not thread-safe: one thread uses it.
 
     Args:
-        most_rows: slots.
-        cache_bytes: of K and V, and states, of requests in slots, at the most; None for any number.
-        max_stall: seconds that requests in slots may wait for the prefill of others; None for any number. The order
-            then depends on the requests alone, and on no clock.
-        lookup: tokens that are drafted at once for a request that does not say how many.
+        most_rows: number of slots.
+        cache_bytes: the most bytes of K and V, and states, of requests in slots; None for no limit.
+        max_stall: seconds that requests in slots may wait for the prefill of others; None for no limit. The order of
+            requests then depends on the requests alone, and not on a clock.
+        lookup: tokens to draft at once for a request that does not say how many.
 
     Attributes:
-        counts, alone: as `Engine.stats` has them.
+        counts, alone: as in `Engine.stats`.
     """
 
     def __init__(
@@ -71,22 +70,22 @@ class ContinuousBatches:
         self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
-        self._entered, self._expected = Entered(), 0  # requests that waited with the latest, and may be in one step
-        self._is_for_itself = False  # the latest that could not enter says nothing of others
-        self._state = ModelState(model)  # that requests in slots have entered with
+        self._entered, self._expected = Entered(), 0  # requests waiting at the latest choice that could share a step
+        self._is_for_itself = False  # the latest failure to enter concerns that request alone
+        self._state = ModelState(model)  # the state in which requests entered slots
         self._adapters, self._drafts = adapters.Served(), Drafts(lookup)
         self.reset()
 
     def reset(self) -> None:
-        """Nothing runs: at the beginning, and in a forked process, as the requests are those of the other one."""
+        """Forgets all requests: initially, and in a forked process, whose requests belong to the parent."""
         self._in_use: list[Slots] = []
         self._running: list[Slot] = []  # in the order in which they entered
-        self._again: list[Request] = []  # those that begin again, before others begin
+        self._again: list[Request] = []  # requests that begin again, before new ones begin
         self._own = OwnCalls(self.model, self.most_rows)
 
     @property
     def has_slots(self) -> bool:
-        """Whether requests of this model run in slots, as things are."""
+        """Whether requests of this model run in slots under the present settings."""
         is_on = patching.is_active() and settings.current().captured_step != "never"
         device = self._inside.device
         is_served = is_on and device.type == "cpu" and graph.unavailable(device) is None
@@ -94,15 +93,15 @@ class ContinuousBatches:
 
     @property
     def busy(self) -> int:
-        """Slots that are taken."""
-        return sum(step.rows for step in list(self._in_use))  # other threads ask, too
+        """Number of occupied slots."""
+        return sum(step.rows for step in list(self._in_use))  # copied, because other threads ask, too
 
     def runs_in(self, thread: Any) -> bool:
-        """Whether a request runs in this thread, which is not that of the executor: that waits for it meanwhile."""
+        """Whether a request runs in this thread, other than the executor's own, while the executor waits for it."""
         return self._own.run_in(thread)
 
     def stats(self) -> dict[str, Any]:
-        """What `Engine.stats` says of running."""
+        """Returns the executor's part of `Engine.stats`."""
         has_slots = self.has_slots
         return {
             "executor": "slots" if has_slots else "static batches",
@@ -118,7 +117,7 @@ class ContinuousBatches:
     # ---- which requests run next
 
     def choose(self, waiting: list[Request]) -> list[Request]:
-        """Takes out those that run next: the first one, and what shares its call; none if the first must wait."""
+        """Takes the requests that run next from the list: the first and others of its call; none if it must wait."""
         free = self.most_rows - self.busy
         if waiting[0].rows > free or self._again or self._own.some_may_go_on:
             return []
@@ -126,7 +125,7 @@ class ContinuousBatches:
         return self._chosen(waiting, free) if is_time else []
 
     def _next(self, more: Callable[[], list[Request]]) -> list[Request]:
-        """The requests to begin now: of those that begin again, once the first one has room; or `more`."""
+        """Returns the requests to begin now: those that begin again, once the first has room; otherwise `more()`."""
         self._again = [request for request in self._again if not request.future.done()]
         if not self._again:
             return more()
@@ -145,7 +144,7 @@ class ContinuousBatches:
                 each
                 for each in waiting
                 if each.prefill_group == first.prefill_group
-                and (has_entered or each.group == first.group)  # it may yet turn out to be a static batch
+                and (has_entered or each.group == first.group)  # the group may yet have to run as a static batch
                 and not each.is_static
             ]
             if first.prefill_group is None or self.prefills.alone(first, like):
@@ -153,14 +152,14 @@ class ContinuousBatches:
             self._expected = sum(each.search == first.search for each in waiting)
             batch = self._budget.fitting(self._cheapest(like, free), first, self._running)
             chosen = self.prefills.fitting(batch) if has_entered else batch
-            if chosen:  # what would have been with them comes behind the next step
+            if chosen:  # the rest of the batch enters after the next step
                 self._arrivals.note(len(chosen) == len(batch))
-        found = set(chosen)  # a cancelled one may leave the list meanwhile
+        found = set(chosen)  # a cancelled request may leave the list meanwhile
         waiting[:] = [request for request in tuple(waiting) if request not in found]
         return chosen
 
     def _cheapest(self, like: Sequence[Request], most_rows: int) -> list[Request]:
-        """Those that are cheapest together with the first one, of requests whose options let them share a batch."""
+        """Picks, from requests that may share a batch, those that are cheapest together with the first."""
         length = None if pads(self.model) else like[0].length
         return next_batch([each for each in like if length in (None, each.length)], most_rows, self._costs)
 
@@ -171,8 +170,8 @@ class ContinuousBatches:
     # ---- running them
 
     def steps(self, more: Callable[[], list[Request]]) -> Iterator[None]:
-        """Runs the requests that `more` gives, and those that it gives meanwhile, and settles their futures."""
-        with self._own:  # nobody goes on with what an error has left
+        """Runs the requests that `more` returns, now and later, and settles their futures."""
+        with self._own:  # an error ends the calls that are left
             while (requests := self._next(more)) or self._running or self._own:
                 yield from self._run(requests, more)
 
@@ -188,7 +187,7 @@ class ContinuousBatches:
             time.sleep(_BREATH)
         else:
             self._begin(requests)
-        self._run_own()  # outside of the turn, which their threads may take
+        self._run_own()  # outside the turn, because their threads may take it
         yield
 
     def _take_turn(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
@@ -198,9 +197,9 @@ class ContinuousBatches:
             while requests:
                 self._begin(requests)
                 for step in [step for step in self._in_use if step.is_new]:
-                    self._advance(step)  # whether it can be captured is known then
+                    self._advance(step)  # this tells whether the step can be captured
                 if self._running and self.prefills.max_stall is not None:
-                    break  # others go on before the next prefill
+                    break  # requests in slots advance before the next prefill
                 requests = self._next(more)
             if not (self._running or self._again):
                 return
@@ -210,13 +209,13 @@ class ContinuousBatches:
             self._make_room()
             most = _SHARED_TURN if graph.is_wanted(self._inside.device) else _TURN
             if self._own.some_may_go_on or time.monotonic() - begin > most:
-                return  # behind a step, and before it is asked who runs next, which counts
+                return  # after a step, and before asking for the next requests, which affects the counts
             requests = self._next(more)
 
     def _do_without_turn(self, requests: list[Request], error: CannotBeCaptured) -> None:
-        """A call of another thread has captured steps, and does not end: it may wait for one of these requests.
+        """Runs without captured steps: another thread holds the turn for good, and may wait for one of these requests.
 
-        Those in slots whose code must not run twice wait on.
+        Requests in slots whose user code must not run twice keep waiting.
         """
         again, self._again = [*requests, *self._again], []
         self._run_again(again)
@@ -227,7 +226,7 @@ class ContinuousBatches:
             self._begin(requests)
 
     def _begin(self, requests: list[Request]) -> None:
-        """Has requests enter slots in a call of `generate`, which runs to its end where they cannot."""
+        """Enters requests into slots by a call of `generate`; the call runs to its end if they cannot enter."""
         batch = [request for request in requests if not request.future.done()]
         if not batch:
             return
@@ -247,11 +246,11 @@ class ContinuousBatches:
         entered = [slot for slot in self._running if slot.owner in batch]
         if entered and not isinstance(outcome, BaseException):
             return
-        self._withdraw(entered, outcome)  # what failed behind that
+        self._withdraw(entered, outcome)  # the call failed after they had entered
         self._settle_call(batch, outcome, is_static)
 
     def _run_own(self) -> None:
-        """Has calls of the model's own `generate` go on, and takes what they ask for, or end with."""
+        """Continues the calls of the model's own `generate`, and collects their inner requests or their results."""
         for own, inner in self._own.go_on():
             if inner is not None:
                 self._again.append(inner)
@@ -262,11 +261,11 @@ class ContinuousBatches:
                 self._settle(own.request, own.outcome)
 
     def _outcome(self, batch: list[Request], enters_slots: bool) -> Any:
-        """What a call gives, or what it raises."""
+        """Returns the results of a call, or the exception that it raises."""
         first, begin = batch[0], time.perf_counter()
         try:
             results = call(self.model, batch, enters_slots)
-        except BaseException as error:  # whatever the user's code raises: nothing ends the thread of the engine
+        except BaseException as error:  # user code may raise anything, and nothing must end the engine's thread
             return error
         self.counts.update(batches=1, rows=sum(each.rows for each in batch), repeated=int(first.repeats > 0))
         if first.alone is None and self.prefills.max_stall is not None:
@@ -274,7 +273,7 @@ class ContinuousBatches:
         return results
 
     def _settle_call(self, batch: list[Request], outcome: Any, is_static: bool) -> None:
-        """Takes what a call has given that ran to its end, or what it has raised."""
+        """Settles a call that ran to its end, or that raised."""
         first, has_failed, middle = batch[0], isinstance(outcome, BaseException), len(batch) // 2
         if not has_failed or isinstance(outcome, Exception):
             if self._evict_if_changed() or any(request.group != first.group for request in batch):
@@ -306,7 +305,7 @@ class ContinuousBatches:
     # ---- in slots
 
     def _enter(self, batch: list[Request], decoding: EnteringDecoding) -> None:
-        """Has the inputs of a call enter. Raises CannotBeCaptured if they cannot."""
+        """Enters the inputs of a call into slots. Raises CannotBeCaptured if they cannot enter."""
         if len(batch) > 1 and decoding.shared_processors is None:
             raise CannotBeCaptured("processors that are those of a call of its own")
         kind = Kind.of(decoding).beside(self._adapters.beside(batch[0].adapter))
@@ -314,8 +313,8 @@ class ContinuousBatches:
         step = next((each for each in self._in_use if each.serves(kind)), None)
         if step is None and len(self._in_use) >= MOST_IN_USE:
             raise CannotBeCaptured("steps of many kinds")
-        if step is not None and step.is_stale:  # looked at in a call, as the model's layers are those of one then
-            for each in self._in_use:  # their next steps raise it: this request is of the model as it is now
+        if step is not None and step.is_stale:  # checked in a call: the model's layers are replaced there
+            for each in self._in_use:  # their next steps raise it; the new request runs on the present model
                 each.failure = each.failure or RuntimeError(CHANGED)
             self._adapters.clear()
             raise CannotBeCaptured("the model has changed")
@@ -327,7 +326,7 @@ class ContinuousBatches:
         for request, of_slot in zip(batch, drafts, strict=True):
             own, length = request.options.get("logits_processor") or (), None if is_whole else request.length
             slot = decoding.slot(request, request.new_tokens, length, request.seed, own)
-            if len(batch) > 1 and request.options.get("streamer") is not None:  # the call has none
+            if len(batch) > 1 and request.options.get("streamer") is not None:  # the call itself has none
                 slot.streamer, slot.streams_prompt = request.options["streamer"], True
             slot.drafts = of_slot
             needed = self._budget.needed(request, slot.new_tokens)
@@ -340,7 +339,7 @@ class ContinuousBatches:
         try:
             step.admit(decoding, kind, entered, self._expected)
             decoding.release()
-            if kind.processors is not None:  # otherwise, each has to enter by a call of its own
+            if kind.processors is not None:  # otherwise, each request has to enter by its own call
                 self._entered.note(batch[0].prefill_group, True)
         except BaseException as error:
             self._is_for_itself = isinstance(error, OfThisCall)
@@ -348,14 +347,14 @@ class ContinuousBatches:
             raise
 
     def _withdraw(self, entered: list[Slot], error: BaseException) -> None:
-        """Requests leave whose call has failed. Those fail with it that have streamed: no token is to come twice."""
+        """Removes requests whose call failed. Those that have streamed fail: no token may be streamed twice."""
         for slot in entered:
             self._leave(slot)
             if slot.has_streamed:
                 self._settle(slot.owner, error)
 
     def _advance(self, step: Slots) -> None:
-        """A decode step, and what comes of it."""
+        """Runs a decode step of these slots, and handles the requests that end with it."""
         for slot in [slot for slot in step.taken.values() if slot.owner.future.done()]:  # it was cancelled
             self._leave(slot)
         if not step.taken:
@@ -368,29 +367,29 @@ class ContinuousBatches:
             self._evict(step, error)
 
     def _stepped(self, step: Slots) -> list[Slot]:
-        """Those that are over behind a decode step."""
+        """Runs a decode step, and returns the slots that are finished."""
         over = step.advance(partial(self._budget.drafted, self._running))
         self.counts.update(steps=1, row_steps=step.slots, busy_row_steps=step.rows)
         self.counts.update(drafted_tokens=step.drafts.drafted, accepted_tokens=step.drafts.accepted)
         return over
 
     def _step_between(self) -> None:
-        """Between two chunks of a prefill: steps that are captured do not meet the call that prefills.
+        """Runs the captured steps between two chunks of a prefill: only they do not touch the prefilling call.
 
-        What is over, or fails, is seen in the next step.
+        The next step handles requests that end or fail here.
         """
         for step in self._in_use:
             if step.is_captured and step.failure is None:
                 try:
                     self._stepped(step)
                 except Exception as error:
-                    step.failure = error  # its next step raises it: the call that prefills has nothing to do with it
+                    step.failure = error  # its next step raises it, so that the prefilling call is not affected
 
     def _retire(self, step: Slots, slot: Slot) -> None:
-        """A request is over: it leaves its slots, and gets its result."""
+        """Removes a finished request from its slots, and settles it."""
         result = slot.error if slot.error is not None else step.result(slot)
         self._leave(slot)
-        if isinstance(slot.error, CannotBeCaptured):  # code of the user's does what only the library's loop serves
+        if isinstance(slot.error, CannotBeCaptured):  # user code does what only the library's loop supports
             self._run_again([slot.owner])
             return
         if slot.error is None and slot.streamer is not None:
@@ -398,20 +397,20 @@ class ContinuousBatches:
         self._settle(slot.owner, result if slot.error is None else slot.error)
 
     def _leave(self, slot: Slot) -> None:
-        """What a step fails with here is no matter of this request any more: it does not go on with the others."""
+        """Removes a request from its slots. If the step fails here, only the requests left in it are affected."""
         self._running.remove(slot)
         for step in self._in_use:
             try:
                 step.remove(slot)
             except Exception as error:
                 step.failure = error
-        slot.host = None  # it has the slot: without this, both would wait for a search for garbage
+        slot.host = None  # breaks a reference cycle, which would otherwise wait for the garbage collector
         self._in_use = [step for step in self._in_use if step.taken]
 
     # ---- beginning again
 
     def _evict_if_changed(self) -> bool:
-        """Whether the model is no longer the one that requests in slots have entered with: all of them begin again."""
+        """Makes all requests in slots begin again if the model has changed, and returns whether it has."""
         if not self._state.has_changed():
             return False
         self._adapters.clear()
@@ -420,7 +419,7 @@ class ContinuousBatches:
         return True
 
     def _evict(self, step: Slots, error: Exception) -> None:
-        """A step does not go on: its requests begin again, without slots."""
+        """Drops a step that cannot continue: its requests begin again, without slots."""
         step.failure, left = error, list(step.taken.values())
         says_all = isinstance(error, CannotBeCaptured) and not (step.is_widened or isinstance(error, OfThisCall))
         for slot in left:
@@ -430,8 +429,8 @@ class ContinuousBatches:
         self._run_again([slot.owner for slot in left], error=error)
 
     def _run_again(self, requests: list[Request], error: Exception | None = None, is_unseen: bool = False) -> None:
-        """Requests run in static batches. With an error, those fail that code of the user's has seen, unless it
-        `is_unseen`, or that have begun too often.
+        """Runs requests again, in static batches. With an error, requests that user code has seen (unless `is_unseen`),
+        and requests that have failed too often, fail with it.
         """
         for request in requests:
             is_seen = request.runs_user_code and not is_unseen
@@ -443,7 +442,7 @@ class ContinuousBatches:
         self._again += requests
 
     def _make_room(self) -> None:
-        """Has the requests that came last begin again later, while the next step would store more than may be."""
+        """Evicts the latest requests, to begin again later, while the next step would exceed the cache budget."""
         while (last := self._budget.to_begin_again(self._running)) is not None:
             self._leave(last)
             self._again.insert(0, last.owner)

@@ -1,4 +1,4 @@
-"""What is drafted for requests in slots, and what the engine has learned of drafts and of steps."""
+"""What is drafted for requests in slots, and what the engine has learned about drafts and step times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDe
 from fastgen.optimizer.transformers.captured.kind import Kind
 from fastgen.optimizer.transformers.captured.slot_drafts import Chances, SlotDrafts
 
-# Tokens that must have occurred before, at the most, where a request does not say.
+# Longest n-gram to match in the preceding tokens, unless the request says otherwise.
 _NGRAM = 3
 
 
@@ -19,10 +19,10 @@ class Drafts:
     """The drafts of an engine.
 
     Args:
-        lookup: tokens that are looked up at once for a request that does not say how many.
+        lookup: tokens to look up at once for a request that does not say how many.
 
     Attributes:
-        seconds: what steps of its model take.
+        seconds: the measured times of the model's steps.
     """
 
     def __init__(self, lookup: int) -> None:
@@ -31,7 +31,7 @@ class Drafts:
     def of_batch(
         self, batch: Sequence[Request], decoding: EnteringDecoding, kind: Kind
     ) -> tuple[Kind, list[SlotDrafts | None]]:
-        """The kind of a step that verifies the drafts of these requests, if there are any; and what drafts for each."""
+        """Returns the kind of step for these requests, which verifies drafts if any has some, and the drafts."""
         if not kind.may_draft(decoding.model):
             return kind, [None] * len(batch)
         found = [self._of(request, decoding) for request in batch]
@@ -42,7 +42,7 @@ class Drafts:
         if not most:
             return None
         source, vocabulary = list[int](), decoding.prompt.logits.shape[-1]
-        if decoding.model.config.is_encoder_decoder:  # which may read tokens that it does not write
+        if decoding.model.config.is_encoder_decoder:  # an encoder may read tokens that the decoder cannot write
             source = [token if token < vocabulary else BOUNDARY for token in request.token_list]
         max_ngram = request.config.max_matching_ngram_size or _NGRAM
         return SlotDrafts(most, max_ngram, source, decoding.prompt.eos, self._chances)

@@ -20,30 +20,31 @@ from fastgen.engine.waiting import Waiting, cancelled_together
 
 __all__ = ["Engine", "EngineFull"]
 
-# Rows of a batch, if the user says nothing: beyond these a captured step gains little on a CPU.
+# Default rows of a batch: on a CPU, a captured step gains little from more.
 ROWS = 64
-# Behind the last token of a stream.
+# Marks the end of a stream.
 _END: Any = object()
 
 
 class Engine:
-    """Runs requests for a model, each with options of its own: one enters as soon as others have left their slots.
+    """Runs requests for a model, each with its own options. A request enters as soon as others have freed enough slots.
 
-    Its thread begins with the first request. A model can be used by others meanwhile.
+    The engine's thread starts with the first request. Other code can use the model meanwhile.
 
     Args:
-        model: a model of Transformers that generates, or one of peft around it, with the adapters that are active.
-        slots: rows of a decode step: a request takes as many as it has beams, or sequences to return. "auto": 64.
-        max_waiting: requests that may wait: `submit` waits for room then.
-        cache_gib: GiB of K and V, and states, that requests in slots may have stored; None for any number. A request
-            enters where there is room for its prompt and some tokens. Where memory gets short, the last ones begin
-            again later. Their buffers may take more where requests differ in length.
-        max_stall_ms: milliseconds that requests in slots may wait for a prefill: longer prompts are read in chunks.
-        prompt_lookup_num_tokens: tokens that are drafted at once for each request without beams that does not say so
-            itself: what followed the same words the last time. Tokens stay what they are, greedy or drawn. 0 for none.
+        model: a Transformers model that generates, or a peft model around one, with its active adapters.
+        slots: rows of a decode step: a request takes one per beam, or per sequence to return. "auto": 64.
+        max_waiting: requests that may wait; beyond that, `submit` waits for room.
+        cache_gib: the most GiB of K and V, and states, that requests in slots may store; None for no limit. A request
+            enters when there is room for its prompt and some tokens. If memory runs short, the latest requests are
+            preempted and begin again later. Buffers may take more than this if requests differ in length.
+        max_stall_ms: milliseconds that requests in slots may wait for a prefill; longer prompts are prefilled in
+            chunks.
+        prompt_lookup_num_tokens: tokens to draft at once, by prompt lookup, for each request without beams that does
+            not set it itself. The result is the same, greedy or sampled. 0 for none.
 
     Raises:
-        ValueError: one of these is no number, or not above zero; `prompt_lookup_num_tokens` may be 0.
+        ValueError: an argument is not a positive number (`prompt_lookup_num_tokens` may be 0).
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Engine:
         if not isinstance(lookup, int) or lookup < 0:
             raise ValueError(f"prompt_lookup_num_tokens is {lookup!r}: give a number of tokens, or 0")
         self._executor = ContinuousBatches(model, self._rows, cache_bytes, max_stall_ms / 1000, lookup)
-        openmp.end_team()  # of who has loaded the model; requests may come from another thread
+        openmp.end_team()  # of the thread that loaded the model; requests may come from another one
         self._waiting = Waiting(max_waiting, self._executor)
-        # Nobody can submit any more once this object is gone. What waits is run: others have its futures.
+        # Nobody can submit once this object is gone. Waiting requests still run, because callers hold their futures.
         weakref.finalize(self, self._waiting.close).atexit = False
 
     def submit(
@@ -82,40 +83,41 @@ class Engine:
         seed: int | None = None,
         **generate_kwargs: Any,
     ) -> RequestFuture:
-        """A request, to be run as soon as there are slots for it.
+        """Submits a request, which runs as soon as there are slots for it.
 
         Args:
-            inputs: token ids (a list, or a tensor [length] or [1, length]), or a mapping of the model's inputs of one
+            inputs: token ids (a list, or a tensor [length] or [1, length]), or a mapping of the model's inputs with one
                 row, as a tokenizer or a feature extractor returns it.
-            generation_config: as `generate` takes it.
-            timeout: seconds to wait while `max_waiting` requests wait; None for as long as it takes, 0 for not at all.
-            seed: sampling draws what `torch.manual_seed(seed)` and a call of its own would draw.
+            generation_config: as for `generate`.
+            timeout: seconds to wait for room while `max_waiting` requests wait; None for no limit, 0 for no wait.
+            seed: sampling draws what `torch.manual_seed(seed)` followed by a call for this input alone would draw.
             **generate_kwargs: other arguments of `generate`: options, processors, criteria, a streamer, ..., and for a
-                model of peft `adapter_names`, of one name: the LoRA adapter of this request.
+                peft model `adapter_names` with one name: the LoRA adapter of this request.
 
         Returns:
             A `concurrent.futures.Future` of what `model.generate` returns for this input alone: a LongTensor
-            [num_return_sequences, length], or a ModelOutput with `return_dict_in_generate`. What it raises is raised
-            by `result()`. `cancel()` works as long as there is no result.
+            [num_return_sequences, length], or a ModelOutput with `return_dict_in_generate`. `result()` raises what
+            `generate` raises. `cancel()` works until there is a result.
 
         Raises:
-            EngineFull: no room within `timeout`; in a callback of the engine's own thread at once.
-            MemoryError: from `result()`: it may need more than `cache_gib`.
-            ValueError: what `generate` would refuse, an empty input, one with more tokens than the model has positions,
-                more beams than rows, an adapter that is not there, or a closed engine.
+            EngineFull: no room within `timeout`; in a callback of the engine's own thread, immediately.
+            MemoryError: from `result()`: the request may need more than `cache_gib`.
+            ValueError: `generate` would refuse the request, the input is empty or has more tokens than the model has
+                positions, there are more beams than slots, the adapter does not exist, or the engine is closed.
         """
         (request,) = self._made([inputs], generation_config, seed, **generate_kwargs)
         self._waiting.put([request], timeout)
         return request.future
 
     def generate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
-        """The results of several requests with the same options, in order. Others may be in slots beside them.
+        """Returns the results of several requests with the same options, in order. Other requests may run in slots
+        beside them.
 
-        Options are those of `submit`, but for `timeout`: it waits for room as long as it takes.
+        Takes the options of `submit` except `timeout`: it waits for room without a limit.
 
         Raises:
-            ValueError: as `submit`; none of them runs then.
-            Exception: what the first of them that failed has raised; the others are cancelled.
+            ValueError: as for `submit`; none of the requests runs then.
+            Exception: what the first failed request raised; the other requests are cancelled.
         """
         if self._waiting.is_served_here:
             raise RuntimeError("generate would wait for the thread that calls it: submit the requests")
@@ -125,9 +127,9 @@ class Engine:
             return [request.future.result() for request in made]
 
     def stream(self, inputs: Any, generation_config: Any = None, **options: Any) -> Iterator[int]:
-        """The generated tokens of a request as they come. It is cancelled when the iterator is closed, or gone.
+        """Yields the generated tokens of a request as they come. Closing or dropping the iterator cancels the request.
 
-        Such a request has no beams. Options are those of `submit`. The iterator raises what the request fails with.
+        Such a request has no beams. Takes the options of `submit`. The iterator raises what the request fails with.
         """
         tokens: SimpleQueue[int] = SimpleQueue()
         streamer = _Streamer(tokens.put)
@@ -138,16 +140,16 @@ class Engine:
     async def asubmit(
         self, inputs: Any, generation_config: Any = None, *, timeout: float | None = None, **options: Any
     ) -> asyncio.Future[Any]:
-        """As `submit`: waits for room without stopping the event loop, and returns a future of asyncio.
+        """As `submit`: waits for room without blocking the event loop, and returns an asyncio future.
 
-        The request is cancelled if the loop is closed, as nobody can get its result then.
+        The request is cancelled if the loop is closed, because nobody can get its result then.
         """
         made = self._made([inputs], generation_config, **options)
         await self._waiting.aput(made, timeout)
         return asyncio.wrap_future(made[0].future)
 
     async def agenerate(self, inputs: Iterable[Any], generation_config: Any = None, **options: Any) -> list[Any]:
-        """As `generate`. The requests are cancelled if the task is."""
+        """As `generate`. Cancelling the task cancels the requests."""
         made = self._made(inputs, generation_config, **options)
         with cancelled_together(made):
             await self._waiting.aput(made, None)
@@ -166,18 +168,18 @@ class Engine:
         finally:
             future.cancel()
 
-    # ---- its life
+    # ---- its lifetime
 
     @property
     def failure(self) -> BaseException | None:
-        """What the engine's own code has raised: all requests have failed with it, and no others are taken. None as
-        long as there is no such fault.
+        """The exception that the engine's own code has raised; None if there is none. All requests have then failed
+        with it, and the engine accepts no others.
         """
         return self._waiting.failure
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which no request runs, to change the model in: what runs is finished first, what waits waits."""
+        """A context in which no request runs, to change the model in. Running requests finish first; others wait."""
         with self._waiting.paused():
             try:
                 yield
@@ -185,11 +187,11 @@ class Engine:
                 self._executor.prefills.forget()
 
     def close(self, wait: bool = True, *, cancel: bool = False) -> None:
-        """Takes no more requests. Harmless to repeat.
+        """Stops accepting requests. May be called repeatedly.
 
         Args:
-            wait: return when all requests have their results.
-            cancel: cancel those that have none yet; what runs ends with its next step.
+            wait: return only when all requests have their results.
+            cancel: cancel requests without a result; running ones end with their next step.
         """
         self._waiting.close(cancel, None if wait else 0.0)
 
@@ -200,20 +202,20 @@ class Engine:
         self.close(cancel=kind is not None)
 
     def stats(self) -> dict[str, Any]:
-        """What has been done so far.
+        """Returns counts of what the engine has done so far.
 
         Returns:
-            "executor": "slots", or "static batches", and "why"; "slots", and how many of them are "busy".
-            Requests: "submitted", "waiting", "running", "finished", "failed", "cancelled"; and "repeated": begun again
-            after a failure, or as the model has changed.
-            "steps": decode steps; "row_steps": slots in them; "busy_row_steps": those that were taken.
-            "batches": prefills, and calls of static batches; their "rows"; "tokens" that were generated; "alone":
-            requests that had a call of their own, by reason.
-            "kv_bytes": the most K and V, and states, of requests in slots at a time; "preempted": requests that have
-            begun again for want of room; "shared_positions": positions of prompts that others had prefilled;
-            "shared_sources": sources that others had, and which were not encoded again; "chunks": parts of prefills
-            after which the others went on; "drafted_tokens": of drafts that were verified; "accepted_tokens": those of
-            them that were right.
+            "executor": "slots" or "static batches", and "why"; "slots", and how many of them are "busy".
+            Requests: "submitted", "waiting", "running", "finished", "failed", "cancelled"; "repeated": begun again
+                after a failure, or because the model changed.
+            "steps": decode steps; "row_steps": slots in them; "busy_row_steps": occupied slots in them.
+            "batches": prefills, and calls of static batches; their "rows"; generated "tokens"; "alone": requests that
+                had a call of their own, by reason.
+            "kv_bytes": peak bytes of K and V, and states, in slots; "preempted": requests that began again for lack of
+                room; "shared_positions": prompt positions that earlier requests had prefilled; "shared_sources":
+                sources that earlier requests had encoded; "chunks": parts of prefills after which other requests
+                advanced;
+            "drafted_tokens": tokens of drafts that were verified; "accepted_tokens": those that were right.
         """
         waiting = self._waiting
         now = {
@@ -229,7 +231,7 @@ class Engine:
 
 
 class _Streamer(BaseStreamer):
-    """Hands on each token of a sequence, but not the prompt, which `generate` puts first."""
+    """Passes on each token of a sequence, but not the prompt, which `generate` puts first."""
 
     def __init__(self, put: Callable[[int], object]) -> None:
         self._put, self._is_prompt = put, True
@@ -240,11 +242,11 @@ class _Streamer(BaseStreamer):
         self._is_prompt = False
 
     def end(self) -> None:
-        """The request's result tells that."""
+        """Does nothing: the request's result marks the end."""
 
 
 class _Tokens(Iterator[int]):
-    """The tokens of a request, as they come. It is cancelled when this is closed, or gone."""
+    """The tokens of a request, as they come. Closing or dropping this iterator cancels the request."""
 
     def __init__(self, future: RequestFuture, tokens: SimpleQueue[int]) -> None:
         self._future, self._tokens, self._is_over = future, tokens, False
@@ -256,11 +258,11 @@ class _Tokens(Iterator[int]):
             if token is not _END:
                 return token
             self._is_over = True
-            self._future.result()  # raises what the request has failed with
+            self._future.result()  # raises what the request failed with
         raise StopIteration
 
     def close(self) -> None:
-        """No more tokens are wanted."""
+        """Stops the iteration and cancels the request."""
         self._is_over = True
         self._future.cancel()
 

@@ -1,4 +1,4 @@
-"""Requests that run in the thread which asks for them: all are there at the beginning, and nothing else comes."""
+"""Runs a fixed list of requests in the calling thread: all exist at the beginning, and no others come."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastgen.engine.requests import Request
 
 
 class Turn(NamedTuple):
-    """What has happened since the turn before.
+    """What has happened since the previous turn.
 
     Attributes:
-        finished: the requests that have a result now.
+        finished: requests that have got a result.
         busy: rows that were in use meanwhile.
         waiting: requests that have not begun.
     """
@@ -24,13 +24,13 @@ class Turn(NamedTuple):
 
 
 def turns(executor: ContinuousBatches, requests: Sequence[Request]) -> Iterator[Turn]:
-    """Runs requests, and says what has come of them. They are in the order in which they may begin.
+    """Runs requests, and yields after each turn in which some began or finished. They may begin in the given order.
 
     Raises:
-        BaseException: what no request has failed with, as an interrupt. Those that are left have no result then.
+        BaseException: one that is not a request's failure, such as an interrupt. The remaining requests get no result.
     """
     left, finished = list(requests), list[Request]()
-    rows, told = 0, len(left)  # of those that have begun, and are not finished; that waited at the last turn
+    rows, told = 0, len(left)  # rows of requests that run; requests that waited at the last turn
 
     def pass_on_interrupts() -> None:
         for error in (request.future.exception() for request in finished):

@@ -1,6 +1,7 @@
 """The hook around Transformers' `model.generate_batch`: the requests run on the engine's executor.
 
-The library's own gives greedy or drawn tokens whatever the options are, and reads decoder-only models alone.
+The library's own version generates greedy or sampled tokens whatever the options are, and serves decoder-only models
+alone.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _log = logging.getLogger("transformers.generation.continuous_batching")
 
 
 def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `ContinuousMixin.generate_batch`: a dict of request id to `GenerationOutput`, in order.
+    """Wraps `ContinuousMixin.generate_batch`: returns a dict of request id to `GenerationOutput`, in order.
 
-    The id of an input is "req_0", "req_1", ...; its further sequences have "req_0__child#0", ..., before it, as the
-    library has them. A request that fails has the status FAILED, and `error`.
+    The id of an input is "req_0", "req_1", ...; its further sequences are "req_0__child#0", ..., and come before it, as
+    in the library. A failed request has the status FAILED, and `error`.
 
     Raises:
         ValueError: `generate` would refuse one of the inputs, or the options.
@@ -54,11 +55,11 @@ def generate_batch(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _unsupported(model: Any, given: dict[str, Any], config: Any, options: dict[str, Any]) -> str | None:
-    """Why the call is left to the library: it asks for what only that has, or is to draw what that draws."""
+    """Returns why the call is left to the library: only it has the feature, or only it draws the same tokens."""
     implementations = (_option(model, config, options, "cache_implementation"), model.config._attn_implementation)
     has_beams = (_option(model, config, options, "num_beams") or 1) > 1
-    is_librarys = not (model.config.is_encoder_decoder or has_beams)  # what its own is right for
-    # It draws by its config alone, and reads no other option than one.
+    is_librarys = not (model.config.is_encoder_decoder or has_beams)  # the library's own version handles it correctly
+    # The library draws according to the config alone, and reads only one option.
     draws = _option(model, config, {}, "do_sample") and options.keys() <= {"max_new_tokens"}
     reasons = {
         "record_timestamps": given.get("record_timestamps"),
@@ -79,7 +80,7 @@ def _option(model: Any, config: Any, options: dict[str, Any], name: str) -> Any:
 
 
 def _whole(model: Any, tokens: Any) -> Any:
-    """A prompt without padding: here, a decoder reads every token, also one that it is padded with elsewhere."""
+    """Returns a prompt without padding: the library's version reads every token, even the padding token."""
     if model.config.is_encoder_decoder or not isinstance(tokens, (list, tuple, Tensor)) or len(tokens) == 0:
         return tokens
     return {"input_ids": tokens, "attention_mask": torch.ones_like(torch.as_tensor(tokens))}
@@ -103,7 +104,7 @@ def _run(executor: ContinuousBatches, made: list[Request], shows_progress: bool)
 
 
 def _outputs(name: str, request: Request, created: float, ended: float) -> list[GenerationOutput]:
-    """The outputs of a request, the best first."""
+    """Returns the outputs of a request, the best first."""
     span = request.future.begun or created, ended
     common: dict[str, Any] = {"prompt_ids": request.token_list, "created_time": created, "lifespan": span}
     error = request.future.exception()

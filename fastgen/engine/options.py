@@ -1,4 +1,4 @@
-"""A request from the arguments of `generate`: what that would refuse, how long it gets, what may share its batch."""
+"""Makes a request from the arguments of `generate`: checks them, and finds its lengths and what may share its batch."""
 
 from __future__ import annotations
 
@@ -20,54 +20,55 @@ from fastgen.engine import adapters
 from fastgen.engine.requests import Request, inputs_of, is_form, is_of_the_engine, row_of, with_own_forms
 from fastgen.optimizer.transformers.models import text_config
 
-# Arguments of `generate` that no generation config has.
+# Arguments of `generate` that are not part of a generation config.
 _OF_THE_LOOP = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")
 _ARGUMENTS = {*inspect.signature(GenerationMixin.generate).parameters, *_OF_THE_LOOP, "trust_remote_code"}
-# Methods in which the library looks at values, of models that leave them as they are.
+# Methods of the library that check option values, for models that do not override them.
 _LOOK_AT_VALUES = ("_prepare_special_tokens", "_get_logits_processor")
-# Those with which a request may share a prefill.
+# Arguments with which a request may still share a prefill.
 _HARMLESS = frozenset({"generation_config", "synced_gpus", "tokenizer", "trust_remote_code", "streamer"})
 _TOKENS = frozenset({"inputs", "input_ids", "attention_mask"})
 
-# Options that a batch may have if all of its requests agree in them: what they do to a row depends on that row alone.
+# Options that a batch may have if all of its requests agree in them: they affect each row independently.
 _SHARED = (
     "num_beams num_return_sequences early_stopping length_penalty use_cache renormalize_logits remove_invalid_values "
     "pad_token_id bos_token_id eos_token_id decoder_start_token_id forced_eos_token_id suppress_tokens "
     "begin_suppress_tokens exponential_decay_length_penalty".split()
 )
-# The same where no row has padding. These look at the encoder's tokens, or at a prompt's where there is no encoder.
+# The same, if no row has padding: these read the encoder's tokens, or the prompt's if there is no encoder.
 _READ_SOURCE = "encoder_repetition_penalty encoder_no_repeat_ngram_size".split()
 _READ_PROMPT = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias forced_bos_token_id".split()
-# For these a batch has its own values, from the most and the fewest new tokens of its requests, in which they agree.
+# A batch gets values of its own for these, derived from the most and the fewest new tokens of its requests, in which
+# they agree.
 _LENGTHS = "max_length max_new_tokens min_length min_new_tokens".split()
-# What is drawn from, where anything is.
+# Options of sampling.
 _DRAWN = "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff".split()
-# Without effect where nothing is drafted, and only tokens are returned.
+# Options without effect if nothing is drafted and only tokens are returned.
 _IDLE = (
     "do_sample max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule "
     "assistant_confidence_threshold assistant_lookbehind target_lookbehind disable_compile compile_config".split()
 )
-# What is returned beside the sequences. In slots it is each request's own; a static batch returns sequences alone.
+# Options that return more than sequences. Slots return them for each request; a static batch cannot.
 _RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
 _NO_OPTIONS = ("transformers_version", "_from_model_config")
 _KNOWN = frozenset((*_SHARED, *_READ_SOURCE, *_READ_PROMPT, *_LENGTHS, *_DRAWN, *_IDLE, *_RETURNED))
-# Values that switch an option off, besides those that are false.
+# Values other than false ones that switch an option off.
 _OFF = {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1}
 
-# Plans are made with these, which the library takes as numbers of NumPy or tensors, too.
+# Integer options that planning needs; the library also accepts them as NumPy numbers or tensors.
 _WHOLE = "num_beams num_return_sequences max_new_tokens max_length".split()
-# Seeds that torch takes.
+# Seeds that torch accepts.
 _SEEDS = range(-(2**63), 2**64)
 
-# Models whose own `generate` is known to change nothing of the model around its calls of the library's, but for these
-# options, which are of Whisper.
+# Models whose own `generate` is known to leave the model unchanged around its calls of the library's `generate`, unless
+# one of the options in `_CHANGE_MODEL` (Whisper's) is set.
 _ASK_LIBRARY = frozenset(
     "SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText "
     "WhisperForConditionalGeneration".split()
 )
 _CHANGE_MODEL = ("return_token_timestamps", "assistant_model")
 
-# What configurations call the positions of a decoder, and of an encoder: the first that there is.
+# Names in configurations for the number of positions of a decoder, and of an encoder: the first that exists counts.
 _POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_position_embeddings")
 _SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
 
@@ -75,7 +76,7 @@ _SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings
 def make(
     model: Any, inputs: Any, generation_config: Any, options: Mapping[str, Any], seed: int | None, most_rows: int
 ) -> Request:
-    """The request of these arguments, which are those of `Engine.submit`, for a batch of so many rows.
+    """Makes a request from the arguments of `Engine.submit`, for a batch of at most `most_rows` rows.
 
     Raises:
         ValueError: `generate` would refuse it, or it does not fit.
@@ -93,18 +94,17 @@ def make(
     if has_own_generate(model):
         made.asks_library = made.alone is None and made.seed is None and _asks_library(outer, model, options)
         made.alone = f"{type(model).__name__} has a generate of its own"
-    if made.alone is not None:  # which may take any options
+    if made.alone is not None:  # its own `generate` may take any options
         return made
     _check(made, outer, model, most_rows)
     return made
 
 
 def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int) -> Request | None:
-    """The request that stands for a call of the library's `generate`, made by a model's own; None where there is none
-    for it.
+    """Makes the request that stands for a call of the library's `generate` by a model's own; None if none can.
 
     Args:
-        arguments: of the call, by name.
+        arguments: arguments of the call, by name.
     """
     inputs = {name: value for name, value in arguments.items() if _is_input(name, value)}
     others = {name: value for name, value in arguments.items() if name not in inputs}
@@ -120,7 +120,7 @@ def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int) -> Requ
 
 
 def _own(options: Mapping[str, Any]) -> dict[str, Any]:
-    """These, as those of a request: the caller may go on to change the config, and have others use the forms."""
+    """Copies options for a request: the caller may change the config later, or use the forms for other requests."""
     made = dict(options)
     if made.get("generation_config") is not None:
         made["generation_config"] = copy.deepcopy(made["generation_config"])
@@ -131,7 +131,7 @@ def _own(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_input(name: str, value: Any) -> bool:
     is_argument = name in _ARGUMENTS and name != "inputs"
-    # The library takes a number as a tensor without axes, too: that is an option.
+    # The library also accepts a number as a tensor without axes: that is an option.
     return isinstance(value, (Tensor, ModelOutput)) and not (is_argument or _is_number(value))
 
 
@@ -144,7 +144,7 @@ def _first(value: Any) -> Any:
 
 
 def _check(made: Request, outer: Any, model: Any, most_rows: int) -> None:
-    """Looks at what a request asks for, and notes what may share its batch. ValueError: `generate` would refuse it."""
+    """Checks what a request asks for, and sets what may share its batch. ValueError: `generate` would refuse it."""
     given, options = made.inputs, made.options
     adapters.choose_config(outer, model)
     made.adapter = adapters.take_adapter(outer, model, options)
@@ -168,11 +168,11 @@ def _check(made: Request, outer: Any, model: Any, most_rows: int) -> None:
 
 
 def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
-    """The generation config that options come to, the model's inputs among them, and whether nobody has said how long
-    the result may be. ValueError: `generate` would refuse them.
+    """Returns the generation config that the options yield, the model's inputs among them, and whether nobody has set a
+    maximum length. Raises ValueError if `generate` would refuse the options.
     """
     config, custom = options.get("generation_config"), options.get("custom_generate")
-    # A loop of the user's may have arguments of its own.
+    # A custom loop may have arguments of its own.
     of_custom = inspect.signature(custom).parameters if callable(custom) else ()
     left = {name: value for name, value in options.items() if name not in _ARGUMENTS and name not in of_custom}
     try:
@@ -189,21 +189,21 @@ def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tupl
         is_plain = all(_is_the_librarys(type(model), name) and name not in vars(model) for name in _LOOK_AT_VALUES)
         if custom is None and is_plain:
             tried, one = copy.copy(made), torch.ones(1, 1, dtype=torch.long)
-            tried.watermarking_config = None  # which makes a table of a million numbers
+            tried.watermarking_config = None  # it would make a table of a million numbers
             model._prepare_special_tokens(tried, kwargs_has_attention_mask=True, device=one.device)
             model._get_logits_processor(
                 tried, input_ids_seq_length=1, encoder_input_ids=one, device=one.device, model_kwargs={}
             )
     except ValueError:
         raise
-    except Exception as error:  # processors do not check all that they are given
+    except Exception as error:  # processors do not check all of their arguments
         raise ValueError(f"generate refuses the options: {type(error).__name__}: {error}") from error
     lengths = (left.get("max_length"), getattr(config, "max_length", None), model.generation_config.max_length)
     return made, others, all(length is None for length in lengths)
 
 
 def _make_whole(config: Any) -> None:
-    """ValueError: a number that plans are made with is none."""
+    """Converts the options that planning needs to integers. Raises ValueError if one is not a valid number."""
     for name in _WHOLE:
         setattr(config, name, _index(name, getattr(config, name)))
     if config.num_beams is not None and config.num_beams < 1:
@@ -211,7 +211,7 @@ def _make_whole(config: Any) -> None:
 
 
 def _index(name: str, value: Any, of: range | None = None) -> int | None:
-    """An option that is a whole number, or None. ValueError: it is not, or is no seed that torch takes."""
+    """Returns a value as an integer, or None. Raises ValueError if it is not one, or is outside the range `of`."""
     with contextlib.suppress(TypeError):
         made = None if value is None else operator.index(value)
         if made is None or of is None or made in of:
@@ -220,9 +220,9 @@ def _index(name: str, value: Any, of: range | None = None) -> int | None:
 
 
 def _lengths(model: Any, request: Request, names: Iterable[str], has_default_length: bool) -> tuple[int, int | None]:
-    """Tokens that the result begins with, and the most that come behind. ValueError: they are too many, or none.
+    """Returns the tokens that the result begins with, and the limit of new ones. Raises ValueError if it is not valid.
 
-    (0, None) where that is not known: the input is not tokens, or the decoder starts with more than one token.
+    Returns (0, None) if they are unknown: the input is not tokens, or the decoder starts with more than one token.
     """
     config, prompt = request.config, None if request.tokens is None else request.length
     if model.config.is_encoder_decoder:
@@ -233,7 +233,7 @@ def _lengths(model: Any, request: Request, names: Iterable[str], has_default_len
     if prompt is None:
         return 0, None
     new_tokens = config.max_new_tokens
-    if new_tokens is None and has_default_length:  # as `GenerationMixin._prepare_generated_length` has it
+    if new_tokens is None and has_default_length:  # as in `GenerationMixin._prepare_generated_length`
         longest = getattr(model.config, "max_position_embeddings", None)
         new_tokens = config.max_length if longest is None else min(config.max_length, longest - prompt)
     elif new_tokens is None:
@@ -244,7 +244,7 @@ def _lengths(model: Any, request: Request, names: Iterable[str], has_default_len
             f"max_length {config.max_length}"
         )
     positions = positions_of(model.config)
-    if positions is not None and prompt + new_tokens - 1 > positions:  # the last token is not read
+    if positions is not None and prompt + new_tokens - 1 > positions:  # the model does not read the last token
         raise ValueError(
             f"{prompt} tokens and {new_tokens} new ones (max_new_tokens): the model has {positions} positions"
         )
@@ -252,7 +252,7 @@ def _lengths(model: Any, request: Request, names: Iterable[str], has_default_len
 
 
 def _alone(request: Request) -> str | None:
-    """Why a request must not share a batch to its end, though it may share a prefill; None where it may."""
+    """Returns why a request must not share a static batch, although it may share a prefill; None if it may."""
     if request.config.do_sample or request.seed is not None:
         return "sampling"
     if is_form(request.options.get("logits_processor")):
@@ -261,7 +261,7 @@ def _alone(request: Request) -> str | None:
 
 
 def _apart(request: Request, names: Iterable[str], has_encoder: bool) -> str | None:
-    """Why a request must not share a prefill; None where it may. A whitelist decides."""
+    """Returns why a request must not share a prefill; None if it may. A whitelist decides."""
     tokens, mask, config = request.tokens, request.mask, request.config
     if tokens is None:
         return "inputs other than tokens"
@@ -282,16 +282,16 @@ def _apart(request: Request, names: Iterable[str], has_encoder: bool) -> str | N
 
 
 def _infers_mask(config: Any, tokens: list[int]) -> bool:
-    """Whether a decoder leaves tokens of a prompt without a mask out, as padding: not those that end a sequence, of
-    which each turn of a chat may have one (`GenerationMixin._prepare_attention_mask_for_generation`).
+    """Whether the library masks padding tokens of a prompt that has no mask. It does not if the padding token also ends
+    a sequence: each turn of a chat may end with one (`GenerationMixin._prepare_attention_mask_for_generation`).
     """
     ends = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
     return config.pad_token_id in tokens and config.pad_token_id not in ends
 
 
 def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
-    """What requests agree in that share a batch, and what those agree in that are prefilled together, and go on each
-    for itself; None for one alone.
+    """Returns two keys: requests with an equal first key may share a batch; with an equal second key, they may be
+    prefilled together and then continue separately. The second is None for a request that must be prefilled alone.
     """
     own, of_prompt = options_of(request.config), () if has_encoder else _READ_PROMPT
 
@@ -313,7 +313,7 @@ def _groups(request: Request, has_encoder: bool) -> tuple[Hashable, Hashable]:
 
 
 def _exact(value: Any) -> str:
-    """Equal for equal values alone: what is printed of tensors and arrays leaves digits out, and numbers."""
+    """Returns a string that is equal for equal values only: printed tensors and arrays omit digits and elements."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return f"{value.dtype} {value.tolist()!r}"
     if isinstance(value, (list, tuple)):
@@ -324,12 +324,12 @@ def _exact(value: Any) -> str:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """The options of a generation config, by name."""
+    """Returns the options of a generation config, by name."""
     return {name: value for name, value in config.to_dict().items() if name not in _NO_OPTIONS}
 
 
 def least_new_tokens(config: Any, prompt: int) -> int:
-    """The fewest tokens that a generation config lets come behind a prompt."""
+    """Returns the fewest tokens that a generation config allows after a prompt."""
     if config.min_new_tokens is not None:
         return int(config.min_new_tokens)
     return max((config.min_length or 0) - prompt, 0)
@@ -340,7 +340,7 @@ def _is_on(name: str, value: Any) -> bool:
 
 
 def positions_of(config: Any, of_source: bool = False) -> int | None:
-    """Tokens that a model generates behind, or, `of_source`, that its encoder reads; None for any number."""
+    """Returns how many positions a model's decoder has, or, with `of_source`, its encoder; None for no limit."""
     if not of_source:
         config = text_config(config)
     names = _SOURCE_POSITIONS if of_source else _POSITIONS
@@ -348,12 +348,12 @@ def positions_of(config: Any, of_source: bool = False) -> int | None:
 
 
 def has_own_generate(model: Any) -> bool:
-    """Whether `generate` of this model, such as Whisper's, is not the library's own for all."""
+    """Whether this model overrides the library's `generate`, as Whisper does."""
     return not _is_the_librarys(type(model), "generate")
 
 
 def _asks_library(outer: Any, model: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the model's own `generate` is known to leave the model as it is, while it waits for the library's."""
+    """Whether the model's own `generate` is known to leave the model unchanged while it waits for the library's."""
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in _ASK_LIBRARY
     changes_model = any(options.get(name) for name in _CHANGE_MODEL)

@@ -1,8 +1,8 @@
-"""Requests of a model with a `generate` of its own, such as Whisper's: what that asks the library's for runs in slots.
+"""Runs requests of a model with its own `generate`, such as Whisper's, so that its calls of the library's run in slots.
 
-Such a `generate` prepares inputs, calls the library's, once or for each window of a recording, and makes its result of
-what that returns. It runs in a thread of its own, but never beside the engine's: it stands still from where it calls
-the library's until there is the result. Meanwhile the inner call is a request like any other.
+Such a `generate` prepares inputs, calls the library's `generate` once or for each window of a recording, and builds its
+result from what that returns. It runs in a thread of its own, but never at the same time as the engine's thread: it
+blocks from its call of the library's `generate` until the result is there. The inner call is an ordinary request.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fastgen.optimizer.transformers.entering import Elsewhere, running_elsewhere
 
 
 class _Abandoned(BaseException):
-    """Nobody wants the result of a call any more: it ends where it stands."""
+    """Ends a call whose result nobody wants any more."""
 
 
 class OwnGenerate:
     """One request, run by the model's own `generate`.
 
     Args:
-        model: whose `generate` runs.
-        request: of the model.
-        most_rows: of an inner request.
+        model: the model whose `generate` runs.
+        request: a request of that model.
+        most_rows: limit of rows of an inner request.
         changes: how often the model has changed so far.
 
     Attributes:
-        outcome: what it returns or raises, once it is over.
+        outcome: what the call returns or raises, once it is over.
         changes: as given.
-        thread: in which it runs.
+        thread: the thread in which it runs.
     """
 
     def __init__(self, model: Any, request: Request, most_rows: int, changes: int) -> None:
@@ -46,21 +46,21 @@ class OwnGenerate:
         self._is_over, self._is_abandoned = False, False
         self._may_run, self._stands = threading.Semaphore(0), threading.Semaphore(0)
         self.thread = threading.Thread(target=self._run, args=(self._ask,), name="fastgen-generate", daemon=True)
-        request.future.add_done_callback(lambda done: self._end_inner())  # it has been cancelled
+        request.future.add_done_callback(lambda done: self._end_inner())  # in case it is cancelled
 
     @property
     def why_alone(self) -> list[str]:
-        """Why it ran alone, if it did."""
+        """The reason for running alone, if the request did."""
         return [self.request.alone] if self._inner is None and self.request.alone is not None else []
 
     @property
     def may_go_on(self) -> bool:
-        """Whether nothing that it waits for is missing."""
+        """Whether it is not waiting for an inner request."""
         return self._inner is None or self._inner.future.done()
 
     def go_on(self) -> Request | None:
-        """Runs it to its next inner request, which is returned; None when it is over. The caller waits meanwhile."""
-        openmp.end_team()  # of this thread, as the other one computes
+        """Runs the call to its next inner request, and returns that; None if it is over. Blocks the caller."""
+        openmp.end_team()  # of this thread, because the other one computes now
         if self.thread.ident is None:
             self._start()
         else:
@@ -73,14 +73,14 @@ class OwnGenerate:
         return None if self._is_over else self._inner
 
     def abandon(self) -> None:
-        """It is not to go on: its thread ends."""
+        """Ends the call's thread instead of continuing it."""
         self._is_abandoned = True
         self._may_run.release()
 
     def _start(self) -> None:
         try:
             self.thread.start()
-        except RuntimeError:  # there are as many threads as there may be: it runs to its end here
+        except RuntimeError:  # no more threads can start: the call runs to its end in this one
             self._run(self._as_ever)
 
     # ---- in the thread of the call
@@ -89,7 +89,7 @@ class OwnGenerate:
         try:
             with running_elsewhere(how):
                 self.outcome = by_itself(self._model, self.request, self.request.options)
-        except BaseException as error:  # whatever the user's code raises
+        except BaseException as error:  # user code may raise anything
             self.outcome = error
         self._is_over = True
         self._stop()
@@ -99,9 +99,9 @@ class OwnGenerate:
         self._stands.release()
 
     def _ask(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
-        """What a call of the library's `generate` gives, from a request to the engine."""
+        """Replaces a call of the library's `generate` by a request to the engine, and returns its result."""
         self._end_if_abandoned()
-        is_own = model is model_inside(self._model)  # code of the user's may call others
+        is_own = model is model_inside(self._model)  # user code may call other models
         made = make_inner(model, arguments, self._most_rows) if is_own else None
         if made is None:
             return self._as_ever(model, arguments, as_ever)
@@ -114,7 +114,7 @@ class OwnGenerate:
         return made.future.result()
 
     def _as_ever(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
-        """The same from the call itself."""
+        """Runs the call itself, without the engine."""
         with running_elsewhere(None), drawing([self.request]):
             return as_ever()
 
@@ -128,11 +128,11 @@ class OwnGenerate:
 
 
 class OwnCalls:
-    """The calls of a model's own `generate` that have begun, and are not over: they may go on inside of its context.
+    """The unfinished calls of a model's own `generate`. They can continue only inside this object's context.
 
     Args:
-        model: whose `generate` runs.
-        most_rows: of an inner request.
+        model: the model whose `generate` runs.
+        most_rows: limit of rows of an inner request.
     """
 
     def __init__(self, model: Any, most_rows: int) -> None:
@@ -144,20 +144,20 @@ class OwnCalls:
 
     @property
     def some_may_go_on(self) -> bool:
-        """Whether there are some for which nothing is missing that they wait for."""
+        """Whether some call is not waiting for an inner request."""
         return any(each.may_go_on for each in self._calls)
 
     def run_in(self, thread: threading.Thread) -> bool:
-        """Whether one of them runs in this thread."""
+        """Whether one of the calls runs in this thread."""
         return any(each.thread is thread for each in list(self._calls))
 
     def begin(self, request: Request, changes: int) -> None:
-        """A request begins, with the next `go_on`."""
+        """Adds a request; it begins with the next `go_on`."""
         self._calls.append(OwnGenerate(self._model, request, self._most_rows, changes))
 
     def go_on(self) -> Iterator[tuple[OwnGenerate, Request | None]]:
-        """Runs those that may go on, each to its next inner request, which is given with it; None for one that is
-        over.
+        """Runs each call that may continue to its next inner request. Yields the call and that request, or None if the
+        call is over.
         """
         for each in [each for each in self._calls if each.may_go_on]:
             inner = each.go_on()
@@ -169,6 +169,6 @@ class OwnCalls:
         pass
 
     def __exit__(self, *error: object) -> None:
-        """None of them goes on."""
+        """Abandons all calls that are left."""
         while self._calls:
             self._calls.pop().abandon()

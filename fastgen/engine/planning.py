@@ -1,9 +1,9 @@
-"""Which waiting requests run together: those whose lengths make a call cheap, the oldest among them.
+"""Decides which waiting requests run together: the oldest and those whose lengths make a call with it cheap.
 
-Requests of a group are sorted by length and cut into the batches that cost least, by the costs of whole calls
+Requests of a group are sorted by length and cut into the batches of the least total cost, using costs of whole calls
 (Algorithm 2 of Fang et al., "TurboTransformers", PPoPP 2021). The batch with the oldest request runs; the others are
-planned again, with what has come meanwhile. Those that enter slots wait until enough are free. Costs decide which
-requests share a batch, never what a request gives.
+planned again, together with new requests. Requests that enter slots wait until enough slots are free. Costs decide
+which requests share a batch, never their results.
 """
 
 from __future__ import annotations
@@ -17,67 +17,69 @@ from fastgen import caches
 from fastgen.engine.requests import Request
 from fastgen.partition import cheapest
 
-# What a decode step costs beside its rows, in positions of a prefill: it reads all weights for a few tokens.
+# Fixed cost of a decode step, in positions of a prefill: it reads all weights for a few tokens.
 STEP = 16
-# What a call costs beside that, in positions.
+# Fixed cost of a call, in positions.
 CALL = 256
-# So many batches of waiting requests are looked at: planning takes time, too.
+# Planning considers at most this many batches of waiting requests, because it takes time itself.
 WINDOW = 16
-# What a prefill takes beside computing, and a decode step beside its weights, in seconds; and bytes of weights in one.
-# No clock says so: which requests run next may depend on nothing else than requests.
+# Fixed seconds of a prefill and of a decode step, and bytes of weights that a decode step reads in a second. They are
+# not measured: which requests run next may depend on the requests only.
 _PREFILL_SECONDS, _STEP_SECONDS, _BYTES_PER_SECOND = 0.025, 0.001, 1.5e10
-# New tokens of a request, as far as this is concerned.
+# New tokens of a request that `Arrivals` assumes.
 _NEW_TOKENS = 64
-# This part of the slots is enough for a prefill of few requests.
+# This fraction of the slots is enough for the prefill of a few requests.
 _FEW = 0.25
-# A request waits for others for so many steps at the most; where enough of them wait, for so many prefills.
+# A request waits for others at most this many steps; with a backlog, as long as this many prefills take, if that is
+# more.
 _LONGEST_WAIT, _PREFILLS_TO_WAIT = 8, 4
-# So many requests of a prefill group have to be declined until others are not tried: it may be a matter of one request,
-# as its length.
+# A prefill group in which this many requests were declined, and none has entered, is not tried again. A single one may
+# be declined for a reason of its own, such as its length.
 _MOST_DECLINED = 3
-# The part of the latest call in the mean of those like it.
+# Weight of the latest call in the moving average of calls like it.
 _LATEST = 0.25
 
 
 class Costs:
-    """What a call costs, by its longest input, its rows, and the new tokens that it may have.
+    """The cost of a call, by its longest input, its rows, and its limit of new tokens.
 
-    A table of seconds that calls have taken; for those like none of them, a model of a call, in the same unit.
+    Keeps a table of measured seconds; for a call unlike all measured ones, uses a cost model, scaled to seconds.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, ...], float] = {}
-        self._of_model: float | None = None  # seconds of a unit of the model, on average
+        self._of_model: float | None = None  # average seconds per unit of the cost model
 
     def of(self, length: int, rows: int, new_tokens: int) -> float:
-        """The cost of such a call, in seconds once there has been a call."""
+        """Returns the cost of such a call: in seconds once a call has been measured."""
         measured = self._seconds.get(_like(length, rows, new_tokens))
         return _modelled(length, rows, new_tokens) * (self._of_model or 1.0) if measured is None else measured
 
     def note(self, length: int, rows: int, new_tokens: int, seconds: float) -> None:
-        """Such a call took so long."""
+        """Records that such a call took this long."""
         shape = _like(length, rows, new_tokens)
         self._seconds[shape] = mean(self._seconds.get(shape), seconds)
         self._of_model = mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
 
     def note_call(self, batch: Sequence[Request], seconds: float) -> None:
-        """A call for these requests took so long."""
+        """Records that a call for these requests took this long."""
         rows, most = sum(each.rows for each in batch), max(each.new_tokens or 0 for each in batch)
         self.note(max(each.length for each in batch), rows, most, seconds)
 
 
 class Arrivals:
-    """When requests enter that wait for slots: a prefill takes about as long for a few of them as for one.
+    """Decides when waiting requests enter slots: a prefill takes about as long for a few requests as for one.
 
     Args:
         slots: rows of a step.
-        weight_bytes: of the model.
+        weight_bytes: bytes of the model's weights.
     """
 
     def __init__(self, slots: int, weight_bytes: int) -> None:
         prefill = 1 + _PREFILL_SECONDS / (_STEP_SECONDS + weight_bytes / _BYTES_PER_SECOND)  # in steps
-        # Of n slots, k are waited for. Where requests take t steps, half of each for no row, a request takes
-        # t / (n - k / 2) / 2 for that, and p / k for its prefill: least at k = n r / (1 + r / 2), r = 2 sqrt(p / t).
+        # The step waits for k of n slots to be free. If a request takes t steps, half of the k slots idle on average,
+        # and a prefill costs p steps, a request costs t / (n - k / 2) / 2 for idle slots, and p / k for its prefill.
+        # The sum is least at k = n r / (1 + r / 2), where r = 2 sqrt(p / t).
         ratio = 2 * math.sqrt(prefill / _NEW_TOKENS)
         self._enough = slots * min(ratio / (1 + ratio / 2), 1.0)  # free slots
         self._enough_for_few = min(self._enough, _FEW * slots)
@@ -85,46 +87,46 @@ class Arrivals:
         self._waited = math.inf  # steps since the last prefill, while others waited
 
     def has_come(self, free: int, rows: int, runs: bool) -> bool:
-        """Whether requests enter now. Asked behind each step while some wait.
+        """Whether requests enter now. Called after each step while some wait.
 
         Args:
-            free: slots.
-            rows: that requests wait for.
-            runs: there are others in slots.
+            free: number of free slots.
+            rows: rows that the waiting requests need.
+            runs: whether other requests are in slots.
         """
         self._waited = self._waited + 1 if runs else math.inf
-        is_backlog = rows >= self._enough  # or there are none to wait with
+        is_backlog = rows >= self._enough  # otherwise, there are no others to wait with
         enough = self._enough if is_backlog else self._enough_for_few
         return free >= enough or self._waited >= (self._longest if is_backlog else _LONGEST_WAIT)
 
     def note(self, has_all: bool) -> None:
-        """Requests enter; not `has_all` of those that were to: the others are not to wait."""
+        """Records that requests enter. Unless `has_all` of those chosen enter, the remaining ones need not wait."""
         self._waited = 0 if has_all else math.inf
 
 
 class Entered:
-    """Whether requests enter slots, by what has come of others of their prefill group."""
+    """Whether requests enter slots, judged by earlier requests of their prefill group."""
 
     def __init__(self) -> None:
         self._may: dict[Hashable, bool] = {}
         self._declined: dict[Hashable, int] = {}
 
     def may(self, prefill_group: Hashable) -> bool:
-        """Whether one may enter, as far as is known."""
+        """Whether a request may enter, as far as is known."""
         return self._may.get(prefill_group, True)
 
     def has(self, prefill_group: Hashable) -> bool:
-        """Whether one has entered."""
+        """Whether a request of the group has entered."""
         return self._may.get(prefill_group, False)
 
     def note(self, prefill_group: Hashable, may_enter: bool) -> None:
-        """One has entered, or others cannot."""
+        """Records that a request has entered, or that others of the group cannot."""
         if prefill_group is not None:
             caches.limit(self._may)
             self._may[prefill_group] = may_enter
 
     def note_declined(self, prefill_group: Hashable) -> None:
-        """The call of one that was to enter has run to its end."""
+        """Records that the call of a request that was to enter ran to its end."""
         if prefill_group is None:
             return
         caches.limit(self._declined)
@@ -138,28 +140,28 @@ def _modelled(length: int, rows: int, new_tokens: int) -> float:
 
 
 def _like(*numbers: int) -> tuple[int, ...]:
-    """The same for numbers that differ by less than about a fifth: rounded up to three bits."""
+    """Rounds numbers up to three significant bits, so that those that differ by less than about a fifth are equal."""
     steps = [1 << max(number.bit_length() - 3, 0) for number in numbers]
     return tuple(-(-number // step) * step for number, step in zip(numbers, steps, strict=True))
 
 
 def mean(before: float | None, now: float) -> float:
-    """The moving average of costs, with the latest one."""
+    """Returns the moving average after another value."""
     return now if before is None else (1 - _LATEST) * before + _LATEST * now
 
 
 def batches(
     lengths: Sequence[int], most: Callable[[int], int], cost: Callable[[int, int, int], float]
 ) -> list[list[int]]:
-    """Inputs of these lengths, cut into the batches that cost least together: indices into `lengths`, shortest first.
+    """Cuts inputs of these lengths into the batches of the least total cost: indices into `lengths`, shortest first.
 
     Args:
-        most: inputs of a batch, by its longest one.
-        cost: of a batch, by its longest input, its number of inputs, and the tokens of all of them.
+        most: the most inputs of a batch, by its longest one.
+        cost: the cost of a batch, by its longest input, its number of inputs, and the tokens of all of them.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     rising = [lengths[index] for index in order]
-    before = [0, *accumulate(rising)]  # tokens of all inputs before
+    before = [0, *accumulate(rising)]  # tokens of all shorter inputs
     groups = cheapest(
         range(1, len(order) + 1),
         lambda end: range(max(0, end - most(rising[end - 1])), end),
@@ -171,16 +173,16 @@ def batches(
 def oldest_batch(
     lengths: Sequence[int], most: Callable[[int], int], cost: Callable[[int, int, int], float]
 ) -> list[int]:
-    """That of `batches` with the first input, which has waited the longest."""
+    """Returns the batch of `batches` that contains the first input, which has waited the longest."""
     return next(batch for batch in batches(lengths, most, cost) if 0 in batch)
 
 
 def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list[Request]:
-    """The requests to run now, of those that may share a batch with the first one; that is among them.
+    """Returns the requests to run now, from those that may share a batch with the first one, which is among them.
 
     Args:
-        waiting: in the order in which they came.
-        most_rows: rows of a batch.
+        waiting: requests in order of arrival.
+        most_rows: limit of rows of a batch.
     """
     rows, new_tokens = waiting[0].rows, waiting[0].new_tokens or 0
     most = most_rows // rows

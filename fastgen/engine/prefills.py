@@ -1,4 +1,4 @@
-"""How requests are prefilled that enter slots: behind beginnings that are known, and in chunks while others wait."""
+"""Plans the prefills of requests that enter slots: after known prefixes, and in chunks while others wait."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.entering import Entering
 
-# Beginnings are worth a prefill of their own from so many tokens on.
+# Fewest tokens of a prefix that is worth a prefill of its own.
 LEAST_SHARED = 4 * BLOCK
-# K and V of beginnings may take this part of the memory that is free; so many bytes where nothing may depend on that.
+# Kept K and V may take this part of the free memory, or this many bytes if nothing may depend on the free memory.
 SHARE_OF_MEMORY, PREFIX_BYTES = 0.05, 2**28
-# Encoder outputs take so many bytes, at the most.
+# Limit for kept encoder outputs, in bytes.
 SOURCE_BYTES = 2**26
-# Tokens of a chunk, at least: a pass reads all weights.
+# Fewest tokens of a chunk: each forward pass reads all weights.
 LEAST_CHUNK = 64
-# The part of the stall that may be which a chunk takes, by what tokens have taken on average: late ones in long prompts
-# take longer, as they see all before them, and there is work around the passes.
+# The part of the allowed stall that a chunk takes, by the average time of a token. Late tokens of a long prompt take
+# longer, because they attend to all before them, and there is overhead around the forward passes.
 SHARE_OF_CHUNK = 0.4
-# Requests that are prefilled together take this part of the stall that may be, if they are short enough. More of
-# them would wait for each other's first tokens, and gain little: a pass over that many is bound by arithmetic.
+# Requests that are prefilled together take this part of the allowed stall, if they are short enough. More of them would
+# wait for each other's first tokens and gain little: a pass over that many tokens is compute-bound.
 SHARE_OF_STALL = 0.25
 
 
 class Prefills:
-    """Plans prefills, and keeps what they have in common, as long as the model is the one that it is of: what `plan` is
-    told of it, what recordings take for granted (hooks, settings, functions), and the contents of its weights. Reading
-    these takes as long as a step: that is done where something is found, once in a turn.
+    """Plans prefills, and keeps prefixes and encoder outputs that requests share, as long as the model stays the same:
+    the state given to `plan`, what recordings guard (hooks, settings, functions), and the contents of the weights.
+    Reading the contents takes as long as a step, so it happens only if something kept is about to be used, once in a
+    turn.
 
     Args:
-        model: that is called.
-        shares: prompts may share beginnings: K and V of a token do not depend on what follows, nor on padding.
-        has_encoder: sources that have been encoded are kept.
-        max_stall: seconds that requests in slots may wait for a prefill; None for any number, and nothing depends on
-            the clock, nor on the memory that is free.
+        model: the model that is called.
+        shares: prompts may share prefixes: K and V of a token do not depend on later tokens, nor on padding.
+        has_encoder: keep encoder outputs.
+        max_stall: seconds that requests in slots may wait for a prefill; None for no limit. Nothing then depends on a
+            clock, or on the free memory.
 
     Attributes:
-        chunks: passes after which requests in slots have gone on before the prefill was over.
+        chunks: forward passes of unfinished prefills after which requests in slots advanced.
     """
 
     def __init__(self, model: Any, shares: bool, has_encoder: bool, max_stall: float | None) -> None:
@@ -60,28 +61,28 @@ class Prefills:
         most = PREFIX_BYTES if max_stall is None else int(SHARE_OF_MEMORY * free_host_memory())
         self.prefixes = PrefixCache(most) if shares and not has_encoder else None
         self.sources = Sources(min(most, SOURCE_BYTES), self._has_contents) if has_encoder else None
-        self._state: Any = None  # of the model that they are of
+        self._state: Any = None  # of the model, when the kept tensors were made
         self._guarded: Hashable = None
-        self._contents: list[int] | None = None  # None before something is kept
+        self._contents: list[int] | None = None  # None while nothing is kept
         self._has_looked = False  # at the contents, in this turn
-        self._seconds: float | None = None  # of a token
+        self._seconds: float | None = None  # seconds of a token
 
     @property
     def shared_positions(self) -> int:
-        """Positions of prompts that others had prefilled."""
+        """Positions of prompts that earlier requests had prefilled."""
         return 0 if self.prefixes is None else self.prefixes.reused
 
     @property
     def shared_sources(self) -> int:
-        """Sources that others had."""
+        """Sources that earlier requests had encoded."""
         return 0 if self.sources is None else self.sources.reused
 
     def forget(self) -> None:
-        """The model may have changed in a way that its state does not tell."""
+        """Discards what is kept, because the model may have changed in a way that its state does not show."""
         self._state = None
 
     def begin_turn(self) -> None:
-        """Weights may have been written to."""
+        """Begins a turn, before which weights may have been written to."""
         self._has_looked = False
 
     def _clear(self) -> None:
@@ -90,7 +91,7 @@ class Prefills:
                 kept.clear()
 
     def _has_contents(self) -> bool:
-        """Whether the weights are those that what is kept is of; nothing is kept any more where they are not."""
+        """Whether the weights have the contents with which the kept tensors were made; clears these otherwise."""
         if not self._has_looked:
             self._has_looked, now = True, _contents(self._model)
             if now != self._contents:
@@ -100,7 +101,7 @@ class Prefills:
         return True
 
     def _is_guarded(self, model: Any) -> bool:
-        """Whether anything may be kept of a model as it is in a call: what is of another one goes."""
+        """Whether anything may be kept of the model in its present state. Clears what was kept of another state."""
         try:
             guarded = graph_cache.state(model)
         except CannotBeCaptured:
@@ -111,7 +112,7 @@ class Prefills:
         return True
 
     def alone(self, first: Request, waiting: Sequence[Request]) -> bool:
-        """Whether a request is better prefilled alone: its beginning is known, or others that wait have it, too."""
+        """Whether a request is better prefilled alone: its prefix is known, or other waiting requests share it."""
         tokens = self._tokens(first)
         if self.prefixes is None or not self._is_long(first):
             return False
@@ -121,7 +122,7 @@ class Prefills:
         return any(self._tokens(other)[:LEAST_SHARED] == beginning for other in waiting if other is not first)
 
     def fitting(self, batch: list[Request]) -> list[Request]:
-        """Those of a batch, from the first one on, that are prefilled together: one at least."""
+        """Returns the requests of a batch, from the first one on, to prefill together: at least one."""
         most, longest = self._most(SHARE_OF_STALL), 0
         if most is None or self._seconds is None:
             return batch
@@ -132,8 +133,8 @@ class Prefills:
         return batch
 
     def _most(self, share: float) -> int | None:
-        """Tokens of a pass that takes this part of the stall that may be, if so few are worth a pass; None for any
-        number. As few as may be, where nobody knows how long they take.
+        """Returns how many tokens a pass may have to take this part of the allowed stall, at least a chunk's minimum;
+        None for no limit. Returns the minimum as long as the time of a token is unknown.
         """
         if self.max_stall is None:
             return None
@@ -147,13 +148,13 @@ class Prefills:
         take: Callable[[EnteringDecoding], None],
         step: Callable[[], None],
     ) -> Entering:
-        """The prefill of a batch.
+        """Plans the prefill of a batch.
 
         Args:
-            state: of the model.
+            state: the model's state.
             others_wait: there are requests in slots.
-            take: gets the call behind it.
-            step: makes a decode step of those.
+            take: receives the call after its prefill.
+            step: runs a decode step of the requests in slots.
         """
         if self._state != state:
             self._clear()
@@ -174,10 +175,10 @@ class Prefills:
 
         def taken(decoding: EnteringDecoding) -> None:
             count = sum(request.length - known for request in batch)
-            if count >= LEAST_CHUNK:  # fewer do not say what more of them take
+            if count >= LEAST_CHUNK:  # fewer tokens do not predict the time of many
                 self._seconds = mean(self._seconds, (time.perf_counter() - begin) / count)
             self._keep(batch, decoding)
-            if self.chunks > chunks:  # entering takes as long as a chunk, and may have a step recorded
+            if self.chunks > chunks:  # entering takes as long as a chunk, and may capture a step
                 step()
             take(decoding)
 
@@ -185,14 +186,14 @@ class Prefills:
         return Entering(taken, find, chunk, between, self.sources, self._is_guarded)
 
     def _keep(self, batch: Sequence[Request], decoding: EnteringDecoding) -> None:
-        """Keeps the beginnings of prompts that have been prefilled."""
+        """Keeps the prefixes of prompts that have been prefilled."""
         if self.prefixes is None or not (any(map(self._is_long, batch)) and self._is_guarded(decoding.model)):
             return
         prompt = decoding.prompt
         if any(keys.shape[2] != prompt.cached for keys, _ in prompt.own):
-            return  # a sliding window has dropped them
+            return  # a sliding window has dropped the first positions
         if prompt.states:
-            return  # they are those of the whole prompt
+            return  # the states are those after the whole prompt
         for row, request in enumerate(batch):
             tokens, begin = self._tokens(request), prompt.cached - request.length
             if self._is_long(request):
@@ -201,21 +202,21 @@ class Prefills:
                 self.prefixes.put(tokens, own, request.adapter)
 
     def _is_long(self, request: Request) -> bool:
-        """Whether its beginning is kept."""
+        """Whether the request's prefix is worth keeping."""
         return len(self._tokens(request)) > LEAST_SHARED
 
     def _knows(self, tokens: list[int], adapter: str | None) -> bool:
         return self.prefixes is not None and self.prefixes.match(tokens, adapter) >= LEAST_SHARED
 
     def _tokens(self, request: Request) -> list[int]:
-        """Those of a prompt without padding, where K and V are of nothing else; none of another one."""
+        """Returns the tokens of a prompt without padding, if K and V depend on nothing else; otherwise []."""
         if request.tokens is None or request.has_other_inputs or not (request.mask is None or bool(request.mask.all())):
             return []
         return request.token_list
 
 
 def _contents(model: Any) -> list[int]:
-    """What tells the contents of a model's weights and buffers from others."""
+    """Returns fingerprints of the contents of a model's weights and buffers."""
     if not fingerprint.is_available():
         return []
     held = chain(model.parameters(), model.buffers())

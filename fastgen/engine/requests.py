@@ -1,4 +1,4 @@
-"""What a request is: one input and its options, as `model.generate` takes them, and the future of its result."""
+"""Defines a request: one input and its options, as `model.generate` takes them, and the future of its result."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from transformers import LogitsProcessorList
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
-# Options of `generate` that are code of the user's.
+# Options of `generate` that are user code.
 _USER_CODE = (*user_code.ARGUMENTS, "custom_generate", "monitor_progress")
 _ASKED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _LOOKUP = "prompt_lookup_num_tokens"
 
 
 class EngineFull(RuntimeError):
-    """As many requests wait as the engine lets wait."""
+    """`max_waiting` requests wait already."""
 
 
 class RequestFuture(Future[Any]):
-    """The result of a request. `cancel` works until there is one, also while the request runs.
+    """The result of a request. `cancel` works until there is a result, even while the request runs.
 
     Attributes:
-        begun: when it began to run, as `time.perf_counter` says; None before.
+        begun: `time.perf_counter()` when the request began to run; None before.
     """
 
     begun: float | None = None
@@ -42,7 +42,7 @@ class RequestFuture(Future[Any]):
         return self.begun is not None and not self.done()
 
     def settle(self, result: Any) -> None:
-        """Takes the result, or the exception that the request ended with, unless it has one or was cancelled."""
+        """Sets the result, or the exception that the request ended with, unless the future is done already."""
         with contextlib.suppress(InvalidStateError):
             if isinstance(result, BaseException):
                 self.set_exception(result)
@@ -50,14 +50,14 @@ class RequestFuture(Future[Any]):
                 self.set_result(result)
 
     def _invoke_callbacks(self) -> None:
-        """Those who are told are let go. Some of them have the request, which has this: such a ring of a few hundred
-        objects and tensors would stay until Python looks for garbage among all of its objects, which it seldom does.
+        """Drops the callbacks after calling them. Some refer to the request, which refers to this future: such a cycle
+        of a few hundred objects and tensors would stay until Python's full garbage collection, which seldom runs.
         """
         super()._invoke_callbacks()  # type: ignore[misc]
         self._done_callbacks: list[Any] = []
 
     def give_up(self, error: BaseException) -> None:
-        """In a forked process, where the thread that would have settled this is not there, nor one that looks at it."""
+        """Fails the future in a forked process, which has neither the engine's thread nor the threads that wait."""
         self._condition = threading.Condition()
         self._done_callbacks = []
         self.settle(error)
@@ -68,26 +68,26 @@ class Request:
     """One input and its options.
 
     Attributes:
-        inputs: the arguments of `generate` that are the model's inputs, of one row.
-        options: its other arguments, as they were given.
-        seed: of what it draws; None for torch's generator as it is.
+        inputs: the arguments of `generate` that are inputs of the model, with one row.
+        options: its other arguments, as given.
+        seed: seed of its sampling; None for torch's generator in its present state.
         loop: the event loop whose tasks wait for it; None for threads.
-        tokens: the input [length], on the CPU, where it is one of tokens.
-        mask: its attention mask [length], where there is one.
-        has_other_inputs: the model reads more of it than tokens and their mask, such as pictures.
-        config: the generation config that the options come to; None for a model that has a `generate` of its own.
+        tokens: the input [length], on the CPU, if it consists of tokens.
+        mask: its attention mask [length], if there is one.
+        has_other_inputs: the model reads more than tokens and their mask, such as images.
+        config: the generation config that the options yield; None for a model with its own `generate`.
         rows: rows that it takes in a batch: beams, or sequences to return.
-        prompt: tokens that the result begins with: of the input, or the one that a decoder starts with.
-        new_tokens: the most that come behind; None where that is not known.
-        alone: why it must not share a batch; None where it may, as far as the request goes.
-        group: requests with equal ones may share a batch. By default it is this one's alone.
-        adapter: of peft, that it has of its own, beside others; None for those that are active.
-        prefill_group: requests with equal ones may share a prefill, whatever their lengths; None for one alone.
-        is_static: it has no slots any more, as it could not go on in them, or with others.
-        asks_library: it is of a model whose own `generate` asks the library's for tokens: that may be run in slots.
-        generate: what runs it; None for the model's `generate`.
-        repeats: so often it has begun again.
-        failures: so often it has met a step that failed, or a model that has changed.
+        prompt: tokens that the result begins with: the input's, or the one that the decoder starts with.
+        new_tokens: limit of new tokens; None if unknown.
+        alone: why it must not share a batch; None if it may, as far as the request is concerned.
+        group: requests with an equal value may share a batch. Unique by default.
+        adapter: the peft adapter that it names for itself; None for the active ones.
+        prefill_group: requests with an equal value may share a prefill, whatever their lengths; None for none.
+        is_static: it does not use slots any more, because it could not continue in them, or with others.
+        asks_library: its model's own `generate` calls the library's, and those calls may run in slots.
+        generate: the function that runs it; None for the model's `generate`.
+        repeats: how often it has begun again.
+        failures: how often its step has failed, or its model has changed.
     """
 
     inputs: dict[str, Any]
@@ -114,12 +114,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens of the input; 0 for another kind of input."""
+        """Number of tokens of the input; 0 for another kind of input."""
         return 0 if self.tokens is None else self.tokens.shape[0]
 
     @property
     def prompt_positions(self) -> int:
-        """Positions that a decoder stores of the input: of embeddings in place of tokens, too."""
+        """Number of positions that a decoder stores for the input, including embeddings given in place of tokens."""
         embedded = self.inputs.get("inputs_embeds", self.options.get("inputs_embeds"))
         if isinstance(embedded, Tensor) and embedded.dim() > 1:
             return max(self.length, embedded.shape[-2])
@@ -127,32 +127,33 @@ class Request:
 
     @property
     def start_positions(self) -> int:
-        """Positions that a decoder behind an encoder stores of what it starts with."""
+        """Number of positions that the decoder of an encoder-decoder model stores for its start tokens."""
         start = self.inputs.get("decoder_input_ids", self.options.get("decoder_input_ids"))
         return start.shape[-1] if isinstance(start, Tensor) else 1
 
     @cached_property
     def token_list(self) -> list[int]:
-        """The input, where it is one of tokens."""
+        """The tokens of the input; empty for another kind of input."""
         return [] if self.tokens is None else self.tokens.tolist()
 
     @property
     def search(self) -> Hashable:
-        """Those with equal ones are likely to be in one step: greedy requests and such that sample may be."""
+        """A key: requests with an equal one are likely to share a step, even greedy ones and ones that sample."""
         return self.rows, getattr(self.config, "num_beams", None)
 
     @property
     def lookup(self) -> int | None:
-        """Tokens that it asks to be looked up at once; None where it does not say. Its tokens are the same without. The
-        library draws others than without, and has code of the user's process what is drafted, too: both are left to a
-        call of its own.
+        """Tokens to look up at once as a draft; None if unset, and for requests that need a call of their own.
+
+        Lookup does not change the tokens of a greedy request without user code. But with lookup the library draws other
+        tokens when sampling, and passes drafts to user code, too: only a call of its own does the same.
         """
         asked: int | None = None if self.config is None else self.config.prompt_lookup_num_tokens
         return None if asked and (self.config.do_sample or self._is_asked_in_each_step) else asked
 
     @property
     def options_in_slots(self) -> dict[str, Any]:
-        """Its options where rows that are free verify what is looked up: a call of the plain search."""
+        """Its options without prompt lookup, if free slots verify the drafts: the call is then a plain search."""
         config = self.options.get("generation_config")
         if self.lookup is None or (config is None and _LOOKUP not in self.options):
             return self.options
@@ -164,12 +165,12 @@ class Request:
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether code of the user's sees the request run: it must not run twice."""
+        """Whether user code sees the request run: it must not run twice."""
         return self._runs(_USER_CODE)
 
     @property
     def _is_asked_in_each_step(self) -> bool:
-        """Whether code of the user's says what comes next, or whether it ends: it may count its calls."""
+        """Whether user code chooses the next tokens or when to stop: it may count its calls."""
         return self._runs(_ASKED)
 
     def _runs(self, names: Iterable[str]) -> bool:
@@ -180,14 +181,14 @@ class Request:
 
     @property
     def may_begin_again(self) -> bool:
-        """Whether its tokens are the same then, and nobody has seen any."""
+        """Whether it would generate the same tokens again, and nobody has seen any."""
         is_drawn_anew = self.config is not None and self.config.do_sample and self.seed is None
         return not (self.runs_user_code or is_drawn_anew)
 
 
 def is_of_the_engine(name: str, value: Any) -> bool:
-    """Whether an argument of `generate` is code that the engine knows, and may run again: the form of a result; or
-    criteria that only let go what the call keeps, so that they need not run.
+    """Whether an argument of `generate` is code that the engine knows and may run again: the form of a result, or
+    criteria that only release what the call keeps, and need not run.
     """
     if name == "logits_processor":
         return is_form(value)
@@ -199,28 +200,28 @@ def _is_the_librarys(value: Any) -> bool:
 
 
 def is_form(processors: Any) -> bool:
-    """Whether processors of a request are the form of its result alone."""
+    """Whether the processors of a request consist of the form of its result alone."""
     return processors is not None and len(processors) == 1 and type(processors[0]) is FormProcessor
 
 
 def with_own_forms(processors: Any) -> Any:
-    """These, where each form knows this request's sequences alone: others may be given the same objects."""
+    """Returns the processors with new forms: a form tracks one request's sequences, and callers may share it."""
     if type(processors) not in (list, tuple, LogitsProcessorList):
         return processors
     return type(processors)(each.anew() if type(each) is FormProcessor else each for each in processors)
 
 
 def inputs_of(model: Any, inputs: Any) -> dict[str, Any]:
-    """An input as arguments of `generate`: copies, as the caller may go on to change them.
+    """Returns an input as arguments of `generate`: copies, because the caller may change them later.
 
     Raises:
-        ValueError: it is empty, or not of one row.
+        ValueError: it is empty, or does not have one row.
     """
     if not isinstance(inputs, (Mapping, list, tuple, range, Tensor)):
         raise ValueError(f"an input is token ids or a mapping of the model's inputs, no {type(inputs).__name__}")
     is_named = isinstance(inputs, Mapping)
     named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
-    # Weights that are elsewhere until they are needed are on none that keeps numbers; hooks move inputs to theirs.
+    # Offloaded weights are on the meta device, which stores nothing; hooks move the inputs to the weights' device.
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     given = {name: _as_row(value, device) for name, value in named.items() if value is not None}
     if not given:
@@ -237,7 +238,7 @@ def inputs_of(model: Any, inputs: Any) -> dict[str, Any]:
 
 
 def row_of(given: dict[str, Any], *names: str) -> Tensor | None:
-    """The only row of the first of these inputs that there is, on the CPU; None where it is no row of whole numbers."""
+    """Returns the only row of the first of these inputs that is given, on the CPU; None if not one row of integers."""
     value = next((given[name] for name in names if name in given), None)
     if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
         return None
@@ -245,7 +246,7 @@ def row_of(given: dict[str, Any], *names: str) -> Tensor | None:
 
 
 def _as_row(value: Any, device: torch.device) -> Any:
-    """A list of numbers, or a tensor of one dimension, as a tensor of one row."""
+    """Returns a list of numbers, or a one-dimensional tensor, as a tensor of one row."""
     if isinstance(value, Tensor):
         value = value.detach().clone()
     elif isinstance(value, (list, tuple, range)):

@@ -1,4 +1,4 @@
-"""The requests that wait, and those that run: what the threads of the users and that of the engine share."""
+"""The waiting and the running requests: the state that users' threads share with the engine's thread."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import EngineFull, Request
 from fastgen.locks import forkable_lock
 
-# How long the end of a program waits for the step that runs.
+# Seconds that the interpreter's exit waits for the running step.
 _SECONDS_AT_EXIT = 60
 _all: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def cancelled_together(requests: Sequence[Request]) -> Iterator[None]:
-    """What is raised in this context cancels the requests."""
+    """Cancels the requests if this context raises."""
     try:
         yield
     except BaseException:
@@ -37,17 +37,17 @@ def cancelled_together(requests: Sequence[Request]) -> Iterator[None]:
 
 
 def _is_for_nobody(request: Request) -> bool:
-    """Whether the event loop whose tasks wait for a request has been closed."""
+    """Whether the event loop whose tasks wait for the request has been closed."""
     return request.loop is not None and request.loop.is_closed()
 
 
 class Waiting:
-    """Requests in the order in which they came, up to `most`, and the thread that runs them.
+    """Requests in order of arrival, up to `most`, and the thread that runs them.
 
-    Those that there is no room for stay outside, with who submits them, and come in as soon as there is: in their turn.
+    Requests without room wait outside, together with their submitter, and enter in turn as soon as there is room.
 
     Attributes:
-        failure: what the engine's own code has raised; None as long as it has not.
+        failure: what the engine's own code has raised; None if nothing.
         counts: requests "submitted", "finished", "failed" and "cancelled".
     """
 
@@ -60,17 +60,17 @@ class Waiting:
         self.counts = Counter(submitted=0, finished=0, failed=0, cancelled=0)
         self._executor = executor
         self._is_closed, self._is_idle, self._pauses = False, True, 0
-        self._changed = threading.Condition(forkable_lock())  # the thread of the engine waits for it, and pauses do
-        self._outside: OrderedDict[Future[None], deque[Request]] = OrderedDict()  # by who is told when all are in
-        self._lets_in = False  # at this moment
-        self._loops: set[Any] = set()  # event loops whose tasks have asked
+        self._changed = threading.Condition(forkable_lock())  # the engine's thread and pauses wait for it
+        self._outside: OrderedDict[Future[None], deque[Request]] = OrderedDict()  # by the future that tells who submits
+        self._lets_in = False  # set while `_let_in` runs
+        self._loops: set[Any] = set()  # event loops whose tasks have submitted requests
         _all.add(self)
 
     # ---- for the threads of the users
 
     @property
     def is_served_here(self) -> bool:
-        """Whether requests run in the thread that asks: it is for this one to make room, and to finish them."""
+        """Whether requests run in the calling thread. It must not wait, because it makes room and finishes them."""
         here = threading.current_thread()
         return here is self.thread or self._executor.runs_in(here)
 
@@ -78,31 +78,31 @@ class Waiting:
         """Adds requests, as many at a time as there is room for.
 
         Args:
-            timeout: seconds to wait for room, all together; None for as long as it takes.
+            timeout: seconds to wait for room, for all requests together; None for no limit.
 
         Raises:
-            EngineFull: there was none; those that were added are cancelled.
-            ValueError: it is closed.
+            EngineFull: there was no room; the requests that were added are cancelled.
+            ValueError: the engine is closed.
         """
         with self._asking(requests) as told:
             concurrent.futures.wait([told], 0 if self.is_served_here else timeout)
 
     async def aput(self, requests: Sequence[Request], timeout: float | None) -> None:
-        """As `put`, for the thread of an event loop. No other thread waits meanwhile: a loop has few that all share."""
+        """As `put`, for an event loop. Blocks no other thread: a loop has only a few, which all tasks share."""
         loop = asyncio.get_running_loop()
         with self._changed:
             self._loops.add(loop)
         for request in requests:
             request.loop = loop
         with self._asking(requests) as told:
-            if not told.done():  # not `wait_for`, which before Python 3.12 may lose the cancellation of the task
+            if not told.done():  # not `wait_for`, which may lose the task's cancellation before Python 3.12
                 await asyncio.wait([asyncio.wrap_future(told)], timeout=timeout)
 
     @contextlib.contextmanager
     def _asking(self, requests: Sequence[Request]) -> Iterator[Future[None]]:
-        """What is done when all of these are in, or the engine is closed. They have this block to come in."""
+        """Queues requests until the block ends. Yields a future: done when all are in, or the engine is closed."""
         if threading.current_thread() not in [each.thread for each in list(_all)]:
-            openmp.end_team()  # of the caller: the work is that of the engine's thread
+            openmp.end_team()  # of the caller, because the engine's thread computes
         told, left = Future[None](), deque(requests)
         with cancelled_together(requests):
             try:
@@ -122,23 +122,24 @@ class Waiting:
                 raise EngineFull(f"{self.most} requests wait already")
 
     def _let_in(self) -> None:
-        """Adds those from outside that there is room for now.
+        """Adds requests from outside for which there is room now.
 
-        Any line of it may collect a stream, or a task, whose requests make room: that is seen here, too.
+        Any line of it may trigger the collection of a stream or a task, whose requests then make room: the loop uses
+        that, too.
         """
         if self._lets_in:
             return
         self._lets_in = True
         try:
             while len(self.requests) < self.most and self._outside:
-                for told, left in self._outside.items():  # not `next`, between which and `iter` they may change
+                for told, left in self._outside.items():  # not `next(iter(...))`: the dict may change between the two
                     self._let_one_in(told, left)
                     break
         finally:
             self._lets_in = False
 
     def _let_one_in(self, told: Future[None], left: deque[Request]) -> None:
-        """Adds the first of these from outside, unless nobody waits for them any more."""
+        """Adds the first of these requests from outside, unless nobody waits for them any more."""
         if _is_for_nobody(left[0]):
             self._outside.pop(told, None)
             for request in left:
@@ -147,7 +148,7 @@ class Waiting:
         request = left.popleft()
         self.requests.append(request)
         self.counts["submitted"] += 1
-        if not left and self._outside.pop(told, None) is not None:  # or who asks has been collected
+        if not left and self._outside.pop(told, None) is not None:  # unless the submitter has been collected
             told.set_result(None)
         request.future.add_done_callback(partial(self._over, request))
         if self.thread is None:
@@ -157,21 +158,21 @@ class Waiting:
         self._changed.notify_all()
 
     def _over(self, request: Request, future: Any) -> None:
-        """A request has its result, or was cancelled."""
+        """Handles a request that has its result, or was cancelled."""
         is_cancelled = future.cancelled()
         with self._changed:
             for those in (self.running, self.requests):
                 if request in those:
                     those.remove(request)
             if is_cancelled:
-                future.set_running_or_notify_cancel()  # what waits for several futures is told only by this
+                future.set_running_or_notify_cancel()  # only this notifies waiters for several futures
             kind = "cancelled" if is_cancelled else "finished" if future.exception() is None else "failed"
             self.counts[kind] += 1
             self._let_in()
             self._changed.notify_all()
 
     def _shut(self) -> None:
-        """Nobody comes in any more."""
+        """Lets no more requests in."""
         self._is_closed = True
         for told in self._outside:
             told.set_result(None)
@@ -179,11 +180,11 @@ class Waiting:
         self._changed.notify_all()
 
     def close(self, cancel: bool = False, seconds: float | None = 0.0) -> None:
-        """Nothing can be added any more. What waits is run.
+        """Stops accepting requests. Waiting ones still run.
 
         Args:
-            cancel: cancel what waits and what runs.
-            seconds: to wait for the thread to end; None for as long as it takes.
+            cancel: cancel the waiting and the running requests.
+            seconds: how long to wait for the thread to end; None for no limit.
         """
         with self._changed:
             self._shut()
@@ -195,7 +196,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside this block nothing runs: what does is waited for."""
+        """Keeps requests from running inside this block; waits for the running ones first."""
         with self._changed:
             self._pauses += 1
         try:
@@ -204,18 +205,18 @@ class Waiting:
             yield
         finally:
             with self._changed:
-                self._pauses = max(self._pauses - 1, 0)  # none is left in a process that was forked in the block
+                self._pauses = max(self._pauses - 1, 0)  # 0 in a process that was forked in the block
                 self._changed.notify_all()
 
     # ---- for the thread of the engine
 
     def _serve(self) -> None:
-        """What the thread does. It does not hold the engine, which may go while requests run."""
+        """Runs the engine's thread. Holds no reference to the engine, which may be collected while requests run."""
         try:
             while self._has_some():
                 for _ in self._executor.steps(self.take):
                     pass
-                for request in list(self.running):  # nobody is to wait in vain
+                for request in list(self.running):  # nobody must wait forever
                     request.future.settle(RuntimeError("the engine has lost the request: please report this"))
         except BaseException as error:
             with self._changed:
@@ -223,12 +224,12 @@ class Waiting:
                 self._shut()
                 left = [*self.requests, *self.running]
             self._executor.reset()
-            for request in left:  # nobody is left to run anything
+            for request in left:  # nobody is left to run them
                 request.future.settle(error)
             raise
 
     def _has_some(self) -> bool:
-        """Waits for requests that may run; False when it is closed, and none are left."""
+        """Waits for requests that may run; returns False if the engine is closed and none are left."""
         with self._changed:
             self._is_idle = True
             self._changed.notify_all()
@@ -237,7 +238,7 @@ class Waiting:
             return bool(self.requests)
 
     def take(self) -> list[Request]:
-        """Those that run next, beside what runs already: none where none fits, or it is paused."""
+        """Takes the requests that run next, beside the running ones: none if none fits, or the engine is paused."""
         with self._changed:
             self._cancel_for_nobody()
             chosen = self._executor.choose(self.requests) if self.requests and not self._pauses else []
@@ -254,7 +255,7 @@ class Waiting:
                     request.future.cancel()
 
     def _forked(self) -> None:
-        """In a forked process: the requests are those of the other one, whose thread is not here."""
+        """Fails the requests in a forked process: they belong to the parent, whose thread does not exist here."""
         for request in (*self.requests, *self.running):
             request.future.give_up(RuntimeError("the process was forked: the request runs in the one it came from"))
         self.requests, self.running, self.thread, self._pauses, self._is_idle = [], [], None, 0, True
@@ -274,6 +275,6 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end() -> None:
-    """At the end of the program: a thread must not be in the model's code when the interpreter goes."""
+    """Stops the threads at exit: none may be in the model's code when the interpreter goes away."""
     for waiting in list(_all):
         waiting.close(cancel=True, seconds=_SECONDS_AT_EXIT)

@@ -1,10 +1,10 @@
 """Operators: one module each, with its schema, its reference in plain torch and the choice of backend.
 
-Importing this package is cheap. An operator's module imports torch, so it is imported by whoever needs the operator:
+Importing this package is cheap. An operator's module imports torch, so only code that needs the operator imports it:
 
     from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 
-Every operator module defines `backend() -> str`, a short phrase on what serves the operator in this process.
+Every operator module defines `backend() -> str`, a short phrase that tells what serves the operator in this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPERATORS = (
 
 
 def backends() -> dict[str, str]:
-    """What serves each operator: `{"no_repeat_ngram": "C++ (csrc)", ...}`, or "torch reference" and the reason.
+    """Returns what serves each operator: `{"no_repeat_ngram": "C++ (csrc)", ...}`, or "torch reference" and the reason.
 
     Imports torch and the operators.
     """

@@ -1,7 +1,7 @@
-"""The compiled operators: libraries that setup.py builds from csrc and lays beside this file, one per kind of device.
+"""The compiled operators: libraries that setup.py builds from csrc and puts beside this file, one per kind of device.
 
 A library only adds kernels to operators that their modules in this package have defined. So an operator exists, and
-works on its reference, whether or not a library could be built, and a library is free of Python.
+works on its reference, whether or not a library could be built, and libraries do not depend on Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = {"CPU": "C++ (csrc)", "CUDA": "CUDA (csrc)"}
 def load(device: str) -> str:
     """Loads the kernels for `device` ("CPU" or "CUDA") unless they are loaded; returns why not, or an empty string.
 
-    FASTGEN_NO_EXT=1 in the environment leaves them out.
+    FASTGEN_NO_EXT=1 in the environment disables them.
     """
     if is_disabled():
         return "FASTGEN_NO_EXT is set"
@@ -36,14 +36,15 @@ def load(device: str) -> str:
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
-        # A library made for another torch or platform. The reference is slower and right, so this is no reason to fail.
+        # The library was built for another torch or platform. The reference is slower but correct, so this must not
+        # fail.
         what = str(error).strip().splitlines()[0]
         return f"{path.name} cannot be loaded, install FastGen again for this torch: {what}"
     return ""
 
 
 def _not_built(folder: Path, device: str = "CPU") -> str:
-    """Python in a checkout imports the package from there, whatever was installed."""
+    """Returns why there is no library. In a checkout, Python imports the package from there, whatever is installed."""
     reason = "the extension was not built"
     if (folder / "setup.py").exists():
         return f"{reason} in {folder}, from where fastgen is imported: run Python in another folder, or build it there"
@@ -55,9 +56,9 @@ _has_warned = False
 
 
 def warn_if_missing(device: torch.device) -> None:
-    """Warns, once, that an accelerated call had to do without the compiled operators, unless that was asked for.
+    """Warns, once, that an accelerated call had no compiled operators, unless that was asked for.
 
-    On a GPU alone, what is built for the CPU is not missed.
+    A call on a GPU does not need those for the CPU.
     """
     global _has_warned
     if _has_warned or device.type != "cpu" or is_disabled():
@@ -75,14 +76,14 @@ def warn_if_missing(device: torch.device) -> None:
 
 
 def is_disabled() -> bool:
-    """Whether FASTGEN_NO_EXT says to do without compiled operators."""
+    """Whether FASTGEN_NO_EXT disables compiled operators."""
     return os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0")
 
 
 def define(
     schema: str, reference: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None, **options: Any
 ) -> None:
-    """Defines an operator, with what serves devices that have no kernel, and what `torch.compile` asks for shapes."""
+    """Defines an operator, with its reference for devices without a kernel, and its shapes for `torch.compile`."""
     name = schema.partition("(")[0]
     if name in _FORMER:
         return
@@ -98,10 +99,10 @@ def define(
 
 
 def _with_lazy_arguments(name: str, *args: Any, **named: Any) -> Any:
-    """What an operator does with views that negate or conjugate their numbers: it reads copies, and writes to none.
+    """Runs an operator on copies of views that negate or conjugate lazily; refuses to write to such views.
 
-    torch's own fallback copies the result to the view that is written to. It takes it for the result also where an
-    operator returns no such thing, and then reads, and releases, what was there before: of torch 2.15 a tensor.
+    torch's own fallback copies the result to the view that is written to. It does so even if the operator returns no
+    result; it then reads, and releases, what was there before: a tensor in torch 2.15.
     """
     operator = getattr(torch.ops.fastgen, name).default
     for argument, arg in zip(operator._schema.arguments, args, strict=False):
@@ -111,7 +112,7 @@ def _with_lazy_arguments(name: str, *args: Any, **named: Any) -> Any:
     return operator(*resolved[0], **resolved[1])
 
 
-_with_kernel: set[tuple[str, str]] = set()  # what a library has once, it keeps
+_with_kernel: set[tuple[str, str]] = set()  # libraries are never unloaded
 
 
 def has_kernel(operator: str, device: str = "CPU") -> bool:
@@ -125,7 +126,7 @@ def has_kernel(operator: str, device: str = "CPU") -> bool:
 
 
 def backend(operator: str) -> str:
-    """What serves `operator` ("fastgen::name"), by asking torch's dispatcher; for every kind of device it knows."""
+    """Returns what serves `operator` ("fastgen::name"), according to torch's dispatcher, for each kind of device."""
     phrases = []
     for device in _devices():
         without = f"torch reference{'' if device == 'CPU' else f' on {device}'}: {load(device) or 'no kernel'}"
@@ -135,12 +136,12 @@ def backend(operator: str) -> str:
 
 
 def asking(operator: str) -> tuple[Callable[[], bool], Callable[[], str]]:
-    """Two functions about an operator: whether there is a kernel of it for the CPU, and `backend`."""
+    """Returns two functions for an operator: whether it has a kernel for the CPU, and `backend`."""
     return functools.cache(functools.partial(has_kernel, operator)), functools.partial(backend, operator)
 
 
 def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]:
-    """A function that raises `error` with a message, after the operator's name, where a condition does not hold."""
+    """Returns a function that raises `error`, with the operator's name and a message, unless a condition holds."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
@@ -150,7 +151,7 @@ def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]
 
 
 def share_memory(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may have memory in common: from the first number up to the last one of each."""
+    """Whether two tensors may share memory: compares the ranges from the first to the last element of each."""
     if x.device.type not in ("cpu", "cuda") or x.device != other.device or not (x.numel() and other.numel()):
         return False
     (begin, end), (other_begin, other_end) = (_extent(each) for each in (x, other))
@@ -158,7 +159,7 @@ def share_memory(x: Tensor, other: Tensor) -> bool:
 
 
 def is_in_storage(x: Tensor) -> bool:
-    """Whether the storage of a tensor reaches as far as its sizes and strides say."""
+    """Whether a tensor's storage is as large as its sizes and strides require."""
     return not x.numel() or (x.storage_offset() + _reach(x)) * x.element_size() <= x.untyped_storage().nbytes()
 
 
@@ -167,7 +168,7 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 def _reach(x: Tensor) -> int:
-    """Numbers from the first one of a tensor up to the last one, gaps included."""
+    """Returns the number of elements from the first to the last one of a tensor, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -175,8 +176,8 @@ def _devices() -> list[str]:
     return ["CPU"] if torch.version.cuda is None else ["CPU", "CUDA"]
 
 
-# Operators are the process's, and are there once: also where these modules are removed and imported again. What they
-# were defined with is kept with torch's own namespace of them.
+# Operators belong to the process, and are defined once: even if these modules are removed and imported again. So their
+# definitions are kept in torch's own namespace.
 _KEPT = vars(torch.ops.fastgen).setdefault("_of_fastgen", (torch.library.Library("fastgen", "FRAGMENT"), set()))
 _OPERATORS, _DEFINED = _KEPT
 _FORMER = frozenset(_DEFINED)

@@ -1,19 +1,19 @@
 """The argmax of a linear layer, mostly from approximate logits, on the CPU.
 
-Greedy search asks the LM head for nothing else. The layer is large: of small models, a fifth to a half of all weights.
-So all logits are approximated first, from a copy of the weight in 8 bits, which is a quarter of the bytes. The error of
-an approximate logit is bounded. Only logits that could be the largest are computed from the weight itself, as `gemv`
-computes them. The result is that of the argmax over all outputs of `gemv`, as long as no approximate logit overflows
-(results up to 1e37).
+Greedy search needs only the argmax of the LM head. In small models, this layer has a fifth to a half of all weights. So
+all logits are first approximated from an 8-bit copy of the weight, a quarter of the bytes. The error of an approximate
+logit is bounded. Only logits that could be the largest are then computed from the weight itself, as `gemv` computes
+them. The result equals the argmax over all outputs of `gemv`, as long as no approximate logit overflows (results up to
+1e37).
 
 The bound follows from the Cauchy-Schwarz inequality. For a row x and a weight row w, of which the copies are x' and w',
 
     |w x - w' x'|  =  |(w - w') x + w' (x - x')|  <=  |w - w'| |x| + |w'| |x - x'|
 
-where |.| are norms. What rounding sums in float32 can do to both sides is added. (A search for the largest inner
-product with bounds from rounded vectors: see Guo et al., "Quantization based Fast Inner Product Search", AISTATS 2016,
+where |.| are norms. The rounding errors of float32 sums on both sides are added. (For a search for the largest inner
+product with bounds from rounded vectors, see Guo et al., "Quantization based Fast Inner Product Search", AISTATS 2016,
 which has no guarantee, and Teflioudi and Gemulla, "Exact and Approximate Maximum Inner Product Search with LEMP", 2016,
-section 4, for bounds that have one.)
+section 4, for guaranteed bounds.)
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from fastgen.ops.top_two import MASKED
 # Logits that the kernel compares at a time (csrc/cpu/largest_output.cpp).
 _BLOCK = 256
 _GROUP_SIZE = 64
-# Where all scales of a weight row are smaller, its rounding errors are unknown. No norm is less than the second one.
+# If all scales of a weight row are below the first value, its errors are unknown. No norm is less than the second.
 _LEAST_SCALE, _LEAST = 1e-30, 1e-37
-# Rounding to nearest in float32: the largest error of a result, as a part of it.
+# Largest relative error of rounding to nearest in float32.
 _UNIT = 2.0**-24
-# Adding the bias rounds a logit and its approximation: so they differ by this part of it at the most.
+# Adding the bias rounds a logit and its approximation, which adds at most this relative difference.
 _ROUNDING = 4 * _UNIT
 
-# Elements whose copies in float64 take no memory to speak of.
+# Elements whose float64 copies take negligible memory.
 _AT_ONCE = 2**18
 
 
 class ApproximateHead(NamedTuple):
-    """A low-bit copy of a weight, [N, K], with what bounds the error of its logits."""
+    """A low-bit copy of a weight, [N, K], and what bounds the error of its logits."""
 
     weight: PackedWeight
     # [2, N + blocks of N], float32: the norms of the copy's rows, and of their differences from the weight's; then the
@@ -55,31 +55,32 @@ class ApproximateHead(NamedTuple):
 
 
 def bounded_copy(weight: Tensor) -> ApproximateHead | None:
-    """A copy of a weight, [N, K], float32, in 8 bits; None if not all of its elements are finite."""
+    """Returns an 8-bit copy of a weight, [N, K], float32; None if not all of its elements are finite."""
     copy = grouped.rounded(weight, 8, _GROUP_SIZE, rotated=True)
-    # [panels, groups, N of a panel]. Rotating multiplies norms by the root of the group size: it is no factor here.
+    # [panels, groups, N of a panel]. Rotating multiplies norms by the root of the group size, so no factor is needed
+    # here.
     scales = copy.scales.double()
     roots = scales.square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
     norms = _norms_of(weight.detach())
-    # An element is off by half of its group's scale at the most; slightly more where the scale is rounded. What is
-    # smaller than float32 can divide by may have become any value of 8 bits.
+    # An element is off by at most half of its group's scale, slightly more if the scale is rounded. An element too
+    # small for float32 to divide by may have become any 8-bit value.
     are_tiny = scales.amax(dim=1).flatten()[: weight.shape[0]] < _LEAST_SCALE
     errors = torch.where(are_tiny, norms + 128 * roots, 0.5 * 1.001 * roots)
     norms = (norms + errors) * (1 + 1e-4)
-    # Rounding of sums: in `gemv`, in the approximate logits, and in rotating. Twice as much as could be.
+    # Rounding of sums: in `gemv`, in the approximate logits, and in rotating. Twice the possible error.
     errors += norms * (2 * _UNIT * (weight.shape[1] + 64))
     return _with_norms(copy, norms, errors)
 
 
 def likely_copy(weight: Tensor) -> ApproximateHead | None:
-    """A copy in 4 bits, whose argmax is likely that of the weight: for drafts, which the model verifies.
+    """Returns a 4-bit copy whose argmax is likely that of the weight: for drafts, which the model verifies.
 
     Rounding errors have either sign. Their sum is likely within three standard deviations, which are the bound above
     divided by the root of K.
     """
     copy = grouped.rounded(weight, 4, _GROUP_SIZE)
     roots = copy.scales.double().square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
-    # Elements of a group are off by a scale / sqrt(12) on the average.
+    # Elements of a group are off by scale / sqrt(12) on average.
     errors = roots * math.sqrt(_GROUP_SIZE / 12)
     likely = 3 / math.sqrt(weight.shape[1])
     return _with_norms(copy, _norms_of(weight.detach()) * likely, errors * likely)
@@ -91,13 +92,13 @@ def _with_norms(copy: PackedWeight, norms: Tensor, errors: Tensor) -> Approximat
 
 
 def _norms_of(weight: Tensor) -> Tensor:
-    """The norms of a weight's rows, [N], float64. Some rows at a time: a copy in float64 is twice the weight's size."""
+    """Returns the norms of a weight's rows, [N], float64, some rows at a time: a float64 copy is twice the size."""
     some = max(_AT_ONCE // weight.shape[1], 1)
     return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in weight.split(some)])
 
 
 def _with_blocks(norms: Tensor) -> Tensor:
-    """The norms, and behind them the largest of each block."""
+    """Returns the norms, followed by the largest of each block."""
     blocks = F.pad(norms, (0, -len(norms) % _BLOCK)).view(-1, _BLOCK)
     return torch.cat([norms, blocks.amax(dim=1)])
 
@@ -120,18 +121,18 @@ def argmax_out(
     masked: float = MASKED,
     share: float = 0.0,
 ) -> int:
-    """Writes the argmax of the exact logits of each row to `out`. Of equal ones it is the first; a NaN is largest.
+    """Writes the argmax of the exact logits of each row to `out`. Of equal logits the first wins; NaN is the largest.
 
     Args:
         out: [M], int64.
-        logits: [M, N], float32, from `logits_out`. One that has become -inf since is banned. Where all but one of a row
-            are banned, that one may have any value.
+        logits: [M, N], float32, from `logits_out`. A logit that has since been set to -inf is banned. If all but one of
+            a row are banned, that one may have any value.
         x: [M, K], float32, contiguous along K.
         weight: [N, K], float32, contiguous along K.
         bias: [N], float32, or None.
         copy: `bounded_copy(weight)`, of the weight as it is now.
-        is_near: [M], bool, for what `top_two` says of a second output, with that `share` of the magnitude of a row
-            (of what is not `masked`), which is taken from the approximate logits.
+        is_near: [M], bool, for the second output of `top_two`, with that `share` of a row's magnitude (of the logits
+            that are not `masked`), computed from the approximate logits.
 
     Returns:
         How many logits were computed from the weight, in all rows.
@@ -165,7 +166,7 @@ def is_available() -> bool:
 
 
 backend = functools.partial(_library.backend, "fastgen::largest_output_out")
-# These stand in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head_pass`). Nobody calls them.
+# Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head_pass`). Nobody calls them.
 _library.define("approximate_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("argmax_of_logits(Tensor logits, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(

@@ -1,11 +1,10 @@
-"""Attention of a decode step: a prefix that several rows share, and a suffix that each has for itself.
+"""Attention of a decode step: over a prefix that several rows share, and a suffix of each row's own.
 
-One input is continued by `per_input` rows (its beams, or its returned samples). They have the same prefix: the prompt,
-or the encoder output in cross-attention. Its K/V is stored and read once per input: the queries of all rows of an input
-become the rows of one matrix product. The split into a shared and an own part is that of FastSeq's attention cache
-optimisation (Yan et al., "FastSeq: Make Sequence Generation Faster", ACL 2021); the softmax runs over the scores of
-both parts together, so the result is that of ordinary attention. The suffix is never moved: when beams are reordered,
-only the table `ancestry` changes.
+`per_input` rows (beams, or returned samples) continue one input. They have the same prefix: the prompt, or the encoder
+output in cross-attention. Its K and V are stored and read once per input: the queries of all rows of an input become
+the rows of one matrix product. The split into a shared and an own part follows FastSeq's attention cache optimisation
+(Yan et al., "FastSeq: Make Sequence Generation Faster", ACL 2021); one softmax runs over the scores of both parts, so
+the result is that of ordinary attention. The suffix is never moved: a reorder of beams only changes `ancestry`.
 
 Shapes, used throughout:
     rows = batch * per_input   sequences, those of one input next to each other
@@ -14,12 +13,12 @@ Shapes, used throughout:
     suffix                  [rows, kv heads, T, dim], or None while there is none
 
 `decode_attention` is the operator, with kernels for the CPU (csrc/cpu/decode_attention.cpp) and for NVIDIA GPUs
-(gpu/attention.py). They cut a sequence into parts that are worked on at the same time and merged by their maxima and
+(gpu/attention.py). They split a sequence into parts that are processed in parallel and merged by their maxima and
 sums, as in flash-decoding (Dao et al., 2023) and, for a shared prefix, in FlashInfer's cascade inference (Ye et al.,
 2024).
 
-`shared_prefix_scores`, `shared_prefix_context` and `composed` are the same in operations of torch: for models with
-attention code of their own, and for more queries than a decode step has.
+`shared_prefix_scores`, `shared_prefix_context` and `composed` compute the same with torch operations: for models with
+their own attention code, and for more queries than a decode step has.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from torch import Tensor
 
 from fastgen.ops import _library, gpu
 
-# The most query rows (per_input * query heads per kv head * Q) for which the CPU's kernel takes less time than torch:
-# without a suffix, and with one, when torch has two products each and a softmax instead of one fused kernel. Beyond,
-# blocked matrix products over many rows gain more than is lost in memory traffic; bfloat16 products even have hardware
-# of their own. Measured with AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
+# The most query rows (per_input * query heads per kv head * Q) for which the CPU kernel is faster than torch: without a
+# suffix, and with one, for which torch needs two products each and a softmax instead of one fused kernel. Beyond,
+# blocked matrix products over many rows save more than memory traffic costs; bfloat16 products even have their own
+# hardware. Measured with AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
 MAX_ROWS = {torch.float32: (12, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
 
 
@@ -44,7 +43,7 @@ backend = functools.partial(_library.backend, "fastgen::decode_attention_out")
 
 @functools.cache
 def reads_ancestry(device: str) -> bool:
-    """Whether there is a kernel for that kind of device which reads a suffix through a table without gathering it."""
+    """Whether a kernel for this kind of device reads a suffix through the ancestry without gathering it."""
     return device == "cpu" and _library.has_kernel("fastgen::decode_attention_out")
 
 
@@ -66,31 +65,31 @@ def decode_attention(
     row_map: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention of a few queries per row over what its input and its own history have.
+    """Scaled dot-product attention of a few queries per row over the input's prefix and the row's own suffix.
 
     The result is that of `torch.nn.functional.scaled_dot_product_attention` on the full tensors with
-    `enable_gqa=True`. Nothing waits for the device; lengths and tables are read when the kernel runs.
+    `enable_gqa=True`. Does not synchronize; the kernel reads lengths and tables when it runs.
 
     Args:
         query: [rows, heads, Q, dim], any floating type.
         prefix_keys, prefix_values: [batch, kv heads, N, dim] of the same type; values may have another dim. N may be 0.
-        suffix_keys, suffix_values: [rows, kv heads, T, dim], or None both. Of all K/V the last dimension is contiguous.
+        suffix_keys, suffix_values: [rows, kv heads, T, dim], or both None. All K and V are contiguous along dim.
         mask: broadcastable to [rows, heads, Q, N + T]; bool (True: attend), or floating: added to the scores.
         scale: factor on the scores; 1 / sqrt(dim) by default.
-        starts, ends: [batch], int32 or int64: prefix positions outside [start, end) are padding; they are not read. By
-            default all count.
-        suffix_lengths: one integer for all rows, or [rows]: cached positions of the suffix; all T by default. On a
-            CPU a row gets the same bits either way; on a GPU that is so in one part (`splits`), without a window, or
-            where the rows of an input agree.
-        ancestry: [rows, T or more], int32: the row in which suffix position t of a row lies; rows of the same input. By
-            default its own.
-        window: the queries see so many positions, the last of the suffix included; padding counts, a prefix ends at N.
-        causal: the queries of a row belong to the last Q positions of its suffix, and do not see those behind their
-            own. Without a window and a row map.
-        row_map: [rows], int64: the row of the KV cache that each row of the query reads, as far as its own length. Then
-            the suffix may have another number of rows, and `batch`, `starts` and `ends` are those of the cache; without
-            a suffix, a row of the cache is an input. Without an ancestry. On a GPU, what is read is copied.
-        splits: in how many parts a GPU works on a sequence; chosen by default.
+        starts, ends: [batch], int32 or int64: prefix positions outside [start, end) are padding, which is not read. By
+            default, there is none.
+        suffix_lengths: one integer for all rows, or [rows]: cached positions of the suffix; T by default. On a CPU, a
+            row gets the same bits either way; on a GPU, only in one part (`splits`), without a window, or if the rows
+            of an input agree.
+        ancestry: [rows, T or more], int32: the row, of the same input, that holds suffix position t of a row. By
+            default the row itself.
+        window: queries see only this many positions, up to the last of the suffix; padding counts, a prefix ends at N.
+        causal: the queries of a row belong to the last Q positions of its suffix, and do not see positions after their
+            own. Not with a window or a row map.
+        row_map: [rows], int64: the row of the KV cache that each query row reads, up to its own length. The suffix may
+            then have another number of rows, and `batch`, `starts` and `ends` are those of the cache; without a suffix,
+            a row of the cache is an input. Not with an ancestry. On a GPU, the cache that is read is copied.
+        splits: number of parts into which a GPU splits a sequence; chosen by default.
 
     Returns:
         [rows, heads, Q, dim of the values], in the type of the query; zeros for a query that sees nothing.
@@ -102,7 +101,7 @@ def decode_attention(
     places = (query, starts, ends, suffix_lengths, ancestry, mask)
     on_gpu = row_map is None and query.dtype in gpu.KERNEL_TYPES and query.numel() > 0 and gpu.available(*places)
     if not on_gpu and _suits_cpu(query, mask, starts, ends, suffix_lengths):
-        try:  # it looks at its arguments itself, in less time than Python takes
+        try:  # the kernel checks its arguments itself, faster than Python would
             return on_cpu(*given, starts, ends, suffix_lengths, ancestry, window, causal, row_map)
         except (RuntimeError, IndexError):
             _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
@@ -127,7 +126,7 @@ def on_cpu(
     starts: Tensor | None = None, ends: Tensor | None = None, suffix_lengths: Tensor | None = None,
     ancestry: Tensor | None = None, window: int | None = None, causal: bool = False, row_map: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The CPU's kernel, which checks its arguments: RuntimeError where they are not those of `decode_attention`."""
+    """Runs the CPU kernel. It raises RuntimeError if the arguments are not those of `decode_attention`."""
     out = query.new_empty(*query.shape[:3], prefix_values.shape[3])
     OPERATOR(
         out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, starts, ends, suffix_lengths,
@@ -183,7 +182,7 @@ def reference(
     first = 0 if starts is None else starts.unsqueeze(1)
     attended = (position >= first) & (position < (length if ends is None else ends.unsqueeze(1)))
     lengths: Tensor | int = 0
-    # What is not attended to is not read: there may be anything, NaN too.
+    # Masked positions must not affect the result: they may hold any value, even NaN.
     dtype, accurate = query.dtype, torch.promote_types(query.dtype, torch.float32)
     prefix_keys, prefix_values = (
         part.masked_fill(~attended[:, None, :, None], 0).to(accurate) for part in (prefix_keys, prefix_values)
@@ -229,7 +228,7 @@ def _check(
     causal: bool,
     row_map: Tensor | None,
 ) -> None:
-    """Raises on what the operator does not take. The C++ kernel checks for itself that it reads no other memory."""
+    """Raises on arguments that the operator does not accept. The C++ kernel itself checks its memory accesses."""
     require = _library.checks("decode_attention", ValueError)
     require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
     require(prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim]")
@@ -275,11 +274,11 @@ def _check(
         require(mask.dtype == torch.bool or mask.is_floating_point(), "the mask must be bool or floating")
 
 
-# ---- the same in operations of torch
+# ---- the same with torch operations
 
 
 def _by_input(x: Tensor, kv_heads: int, per_input: int) -> Tensor:
-    """[rows, heads, Q, c] -> [batch, kv heads, per_input * group * Q, c]: one matrix of all that reads the same K/V."""
+    """[rows, heads, Q, c] -> [batch, kv heads, per_input * group * Q, c]: one matrix per K and V that are read."""
     rows, heads, length, width = x.shape
     x = x.reshape(rows // per_input, per_input, kv_heads, heads // kv_heads, length, width)
     return x.transpose(1, 2).flatten(2, 4)
@@ -308,10 +307,10 @@ def _product_with_suffix(x: Tensor, suffix: Tensor) -> Tensor:
 
 
 def shared_prefix_scores(query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor | None) -> Tensor:
-    """Query times transposed keys, without the full keys ever existing: [rows, heads, Q, N + T], not scaled.
+    """Query times transposed keys, without materializing the full keys: [rows, heads, Q, N + T], not scaled.
 
     Args:
-        query: [rows, heads, Q, dim], any floating dtype; keys of the same.
+        query: [rows, heads, Q, dim], any floating dtype; the keys have the same.
     """
     scores = _product_with_prefix(query, prefix_keys.transpose(-1, -2))
     if suffix_keys is None:
@@ -320,10 +319,10 @@ def shared_prefix_scores(query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor
 
 
 def shared_prefix_context(weights: Tensor, prefix_values: Tensor, suffix_values: Tensor | None) -> Tensor:
-    """Attention weights times values, without the full values ever existing: [rows, heads, Q, dim].
+    """Attention weights times values, without materializing the full values: [rows, heads, Q, dim].
 
     Args:
-        weights: [rows, heads, Q, N + T], any floating dtype; values of the same.
+        weights: [rows, heads, Q, N + T], any floating dtype; the values have the same.
     """
     length = prefix_values.shape[2]
     context = _product_with_prefix(weights[..., :length], prefix_values)
@@ -341,9 +340,9 @@ def shared_prefix_attention(
     *,
     ancestry: Tensor | None = None,
 ) -> Tensor:
-    """`decode_attention` of any number of queries: by the kernel, or in plain torch where that takes less time.
+    """`decode_attention` of any number of queries: by the kernel, or in plain torch if that is faster.
 
-    The arguments are as there, with the types that autocast lets differ. RuntimeError where they do not fit.
+    Arguments as there, but autocast allows their types to differ. Raises RuntimeError if they do not fit.
     """
     if pays(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), mask):
         return on_cpu(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry)
@@ -353,7 +352,7 @@ def shared_prefix_attention(
 def pays(
     query: Tensor, prefix: tuple[Tensor, Tensor], suffix: tuple[Tensor | None, Tensor | None], mask: Tensor | None
 ) -> bool:
-    """Whether the kernel of the CPU takes these arguments of `decode_attention`, and less time than plain torch."""
+    """Whether the CPU kernel accepts these arguments of `decode_attention`, and is faster than plain torch."""
     device, dtype = query.device.type, query.dtype
     if device != "cpu" or dtype not in MAX_ROWS or (dtype.itemsize == 2 and not _converts_halves()):
         return False
@@ -366,13 +365,13 @@ def pays(
         return False
     if any(x is not None and (x.stride(-1) != 1 or x.dtype != dtype) for x in kv):
         return False
-    # Under autocast the result has its type.
+    # Under autocast, the result must have autocast's type.
     return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
 
 
 @functools.cache
 def _converts_halves() -> bool:
-    """Whether the kernel reads half precision with instructions made for it."""
+    """Whether the kernel reads half precision with dedicated instructions."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
@@ -386,9 +385,9 @@ def composed(
     scale: float | None = None,
     ancestry: Tensor | None = None,
 ) -> Tensor:
-    """Attention of any number of queries, in operations of torch, which take what autocast makes of types that differ.
+    """Attention of any number of queries, with torch operations; autocast handles differing types.
 
-    Half-precision scores and weights are rounded, as torch does it; `reference` computes in float32.
+    Half-precision scores and weights are rounded, as in torch; `reference` computes in float32.
     """
     if not query.shape[:3].numel():
         return query.new_empty(*query.shape[:3], prefix_values.shape[3])
@@ -400,26 +399,26 @@ def composed(
         suffix_keys, suffix_values = gather_suffix(suffix_keys, ancestry), gather_suffix(suffix_values, ancestry)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    # Scaling the query instead of the scores: it is the smaller tensor by far.
+    # Scales the query instead of the scores: it is the smaller tensor by far.
     scores = shared_prefix_scores(query * scale, prefix_keys, suffix_keys)
     if mask is not None:
         if mask.dtype == torch.bool:
             scores = scores.masked_fill_(mask.logical_not(), float("-inf"))
         else:
-            # The lowest number of float32 would be -inf in half precision.
+            # Converting the mask to half precision would turn float32's lowest number into -inf.
             scores = scores.add_(mask) if mask.dtype == scores.dtype else scores + mask
     # Half-precision scores are normalised in float32, as fused kernels do.
     normalised = torch.promote_types(query.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=normalised).to(query.dtype)
     if mask is not None:
-        # A query that may attend to nothing has no weights; fused kernels return zeros for it, and so do we.
+        # A query that may attend to nothing has no weights; the result is zero, as from fused kernels.
         nothing = mask.logical_not() if mask.dtype == torch.bool else mask.isneginf()
         weights = weights.masked_fill_(nothing.all(dim=-1, keepdim=True), 0.0)
     return shared_prefix_context(weights, prefix_values, suffix_values)
 
 
 def gather_suffix(suffix: Tensor, ancestry: Tensor) -> Tensor:
-    """The suffix [rows, kv heads, T, dim] gathered: position t of row r is that of row `ancestry[r, t]`, [rows, T]."""
+    """Gathers the suffix [rows, kv heads, T, dim]: position t of row r comes from row `ancestry[r, t]`, [rows, T]."""
     positions = torch.arange(suffix.shape[2], device=suffix.device)
     return suffix.transpose(1, 2)[ancestry.long(), positions].transpose(1, 2)
 
@@ -432,7 +431,7 @@ def _prefix_attention(
     batch, kv_heads, prefix_length, _ = prefix_keys.shape
     per_input = rows // batch
     if mask is not None:
-        # A mask for all heads stays one; the query heads of a group are rows, of which each needs a row of the mask.
+        # A mask for all heads stays one; query heads of a group become rows, each of which needs a row of the mask.
         mask_heads = 1 if mask.shape[1] == 1 else kv_heads
         mask = mask.expand(rows, mask_heads * (heads // kv_heads), length, prefix_length)
         mask = _by_input(mask, mask_heads, per_input)

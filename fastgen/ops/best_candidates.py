@@ -1,9 +1,9 @@
-"""The best continuations of each input over all its beams: a log-softmax, an addition and a top-k in one pass.
+"""The best continuations of each input over all its beams: log-softmax, addition and top-k in one pass.
 
-In torch, each of the first two reads and writes everything, and the top-k copies everything once more, with its
-indices. Here everything is read once. It gives what torch gives: of equal scores the same, in the same order, which
-depends on the algorithm. So that of the torch in use is compared once, on scores with many ties. Only the last digits
-of a log-softmax may be others: its denominator is added up in another order.
+In torch, the first two each read and write everything, and the top-k copies everything once more, with its indices.
+Here everything is read once. The result is torch's: of equal scores the same, in the same order, which depends on the
+algorithm. That order is compared with torch's once, on scores with many ties. Only the last digits of a log-softmax may
+differ, because its denominator is summed in another order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastgen.ops import _library, gpu
 
-# Below, a pass over the scores takes less time than what is around it.
+# With fewer scores, overhead outweighs the pass over the scores.
 MIN_SCORES = 2**16
-# With more candidates than that a pass over the scores is no longer what takes the time.
+# With more candidates, the pass over the scores no longer dominates.
 _MAX_COUNT = 256
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,20 +27,21 @@ class Candidates(NamedTuple):
     """The best continuations of every input, best first: each [batch, count]."""
 
     scores: Tensor  # accumulated log-probabilities, float32
-    beams: Tensor  # which beam of the input is continued, int64
-    tokens: Tensor  # with which token, int64
+    beams: Tensor  # the beam of the input that is continued, int64
+    tokens: Tensor  # the token that continues it, int64
 
 
 def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of `scores + running`, over the beams of each input.
+    """Returns the `count` best of `scores + running`, over the beams of each input.
 
     Args:
         scores: [inputs * beams, vocabulary], of a floating type.
-        running: [inputs, beams], of the same type: what is added to the scores of each beam.
+        running: [inputs, beams], of the same type: added to the scores of each beam.
         count: from 1 to beams * vocabulary.
 
     Returns:
-        What `torch.topk` gives for the sum: values, and indices in [inputs, beams * vocabulary], both [inputs, count].
+        What `torch.topk` returns for the sum: values, and indices in [inputs, beams * vocabulary], both [inputs,
+        count].
 
     Raises:
         RuntimeError: shapes, types or `count` are not as above.
@@ -52,7 +53,7 @@ def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor
 
 
 def serves(scores: Tensor, running: Tensor, count: int) -> bool:
-    """Whether the kernel takes these."""
+    """Whether the kernel accepts these arguments."""
     return (
         count <= _MAX_COUNT
         and scores.dtype in _TYPES
@@ -64,12 +65,12 @@ def serves(scores: Tensor, running: Tensor, count: int) -> bool:
 
 
 def by_beam(scores: Tensor, running: Tensor, count: int, *, normalise: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """As `best_candidates`, for what `serves` says, with each index as two: values, beams and tokens, [inputs, count].
+    """As `best_candidates`, if `serves` is true. Returns values, beams and tokens, [inputs, count].
 
     Args:
-        scores: [inputs * beams, vocabulary], float32, bfloat16 or float16: what is computed from them is float32.
+        scores: [inputs * beams, vocabulary], float32, bfloat16 or float16; computation is in float32.
         running: [inputs, beams], float32.
-        normalise: the scores are logits, of which the log-softmax is taken.
+        normalise: the scores are logits; take their log-softmax.
 
     Returns:
         float32, int64 and int64.
@@ -81,16 +82,18 @@ def by_beam(scores: Tensor, running: Tensor, count: int, *, normalise: bool = Fa
 
 
 def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
-    """The `count` best continuations of each input over all its beams, from 1 to beams * vocabulary, on any device.
+    """Returns the `count` best continuations of each input over all its beams, on any device.
 
-    Of equal scores come those that torch.topk gives, in its order. On a GPU, where it promises none, the one of the
-    lower beam comes first, and of one beam that of the lower token; scores that differ before the softmax are ordered
-    by what they were then, even if they are equal after it.
+    Equal scores come in the order of torch.topk. On a GPU, where it promises none, the lower beam comes first, and
+    within a beam the lower token; scores that differ before the softmax keep that order, even if they are equal after
+    it.
 
     Args:
-        scores: [rows, vocabulary], any floating type: logits, or, where processors have changed the log-probabilities,
-            those, not to be normalised by a log-softmax.
+        scores: [rows, vocabulary], any floating type: logits, or, if processors have changed the log-probabilities,
+            those, which must not be normalised.
         running: [batch, beams]: the accumulated scores of the beams; rows = batch * beams.
+        count: from 1 to beams * vocabulary.
+        normalise: take the log-softmax of `scores`.
 
     Raises:
         ValueError: shapes or `count` are not as above.
@@ -122,7 +125,7 @@ def reference(scores: Tensor, running: Tensor, count: int, *, normalise: bool = 
 
 @functools.cache
 def _orders_as_torch() -> bool:
-    """Whether there is a kernel, and equal scores come in the order that torch has. It has one for few and for many."""
+    """Whether there is a kernel that orders equal scores as torch does, which differs for few and for many."""
     if not _library.has_kernel("fastgen::best_candidates_out"):
         return False
     for vocabulary, count in ((8000, 12), (60, 12)):

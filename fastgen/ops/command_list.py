@@ -1,10 +1,10 @@
-"""Command lists: operators of a recorded graph that one call from Python executes.
+"""Command lists: consecutive operators of a recorded graph that one call from Python executes.
 
-A call from Python takes a few microseconds: it looks at what it is given, gives up the interpreter's lock, goes through
-torch's dispatcher and takes the lock back. A decode step of 30 layers has some 300 of them. So operators that follow
-one another are kept in C++ with their arguments, as a command list (csrc/cpu/plan.h, where it is a plan).
+A call from Python takes a few microseconds: it checks its arguments, releases the interpreter's lock, goes through
+torch's dispatcher and takes the lock again. A decode step of 30 layers has some 300 calls. So consecutive operators are
+stored in C++ with their arguments, as a command list (csrc/cpu/plan.h, which calls it a plan).
 
-A profiler sees nothing inside a list. So while one runs, operators are called one after the other (`is_profiled`).
+A profiler sees nothing inside a list. While one runs, operators are therefore called one by one (`is_profiled`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from fastgen.interrupts import undoing
 from fastgen.ops import _library
 
-# Those with FASTGEN_PLANNED in csrc/cpu, and those that know whether a list is open.
+# Operators with FASTGEN_PLANNED in csrc/cpu, and those that check whether a list is open.
 OPERATORS = frozenset(
     f"fastgen::{name}"
     for name in (
@@ -50,7 +50,7 @@ OPERATORS = frozenset(
 
 
 def with_command_lists(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """The same calls, with a command list in place of operators of FastGen's that follow one another.
+    """Returns the same calls, with a command list in place of consecutive FastGen operators.
 
     A list holds the tensors that its calls were given, and reads their contents whenever it runs.
     """
@@ -63,7 +63,7 @@ def with_command_lists(calls: Sequence[Callable[[], object]]) -> list[Callable[[
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch's is looking at this thread."""
+    """Whether one of torch's profilers observes this thread."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
@@ -74,7 +74,7 @@ def _can_be_held(call: Any) -> bool:
 
 
 def _recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
-    """One call for all of these; None where there can be no more lists."""
+    """Combines these calls into one; returns None if no more lists can be made."""
     with undoing(_close):
         torch.ops.fastgen.open_plan.default()
         for call in calls:
@@ -88,20 +88,20 @@ def _recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | N
 
 
 def _close() -> None:
-    """Operators of this thread are executed again."""
+    """Makes operators of this thread execute again."""
     with contextlib.suppress(RuntimeError):  # it has no list open
         torch.ops.fastgen.close_plan.default(-1)
 
 
 def _drop(number: int) -> None:
-    """A list may end in the middle of a recording, where an operator would become a part of that."""
+    """Frees a list. That may happen during a recording, which must not record this operator."""
     with torch._C._DisableTorchDispatch():
         torch.ops.fastgen.drop_plan.default(number)
 
 
-# From now on, operators that this thread calls are added to a list in place of being executed.
+# Opens a list: operators that this thread calls are added to it instead of being executed.
 _library.define("open_plan() -> ()")
-# The list's number; -1 where `expected` is not how many operators it has, or there are too many lists.
+# Returns the list's number; -1 if the list does not have `expected` operators, or if there are too many lists.
 _library.define("close_plan(int expected) -> int")
 _library.define("run_plan(int plan) -> ()")
 _library.define("drop_plan(int plan) -> ()")

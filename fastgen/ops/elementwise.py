@@ -1,12 +1,12 @@
 """Several elementwise operators and norms in one call, on the CPU, in float32, bfloat16 or float16.
 
-A rotary position embedding, say, consists of ten operators. With the small tensors of a decode step, starting an
-operator takes longer than computing it. So this is for small tensors; a few operators serve tensors of any size,
-because torch's take longer.
+A rotary position embedding, for example, consists of ten operators. With the small tensors of a decode step, launching
+an operator takes longer than computing it. So this module is for small tensors; a few operators serve tensors of any
+size, because torch's are slower.
 
-Additions, subtractions, products, squares, cubes, ReLU, copies and conversions give the bits that torch's operators
-give. The others are computed in float32 and rounded once. The error of SiLU, sigmoid and tanh is at most 2.4e-7 of the
-result, that of GELU 1e-6 of it, and 2e-5 for arguments below -3. Norms add up in another order than torch's.
+Additions, subtractions, products, squares, cubes, ReLU, copies and conversions return the same bits as torch's
+operators. The others are computed in float32 and rounded once. The relative error of SiLU, sigmoid and tanh is at most
+2.4e-7, that of GELU 1e-6, and 2e-5 for arguments below -3. Norms are summed in another order than torch's.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _FUNCTIONS = {
 }
 _ARITHMETIC = {_aten.add.Tensor: _ADD, _aten.sub.Tensor: _SUBTRACT, _aten.mul.Tensor: _MULTIPLY}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_BYTES = {1: 3, 4: 4, 8: 5}  # by the bytes of an element: other types, which are only copied
-# Beyond this torch uses several threads, where there are some.
+_BYTES = {1: 3, 4: 4, 8: 5}  # by element size in bytes: other types, which are only copied
+# Beyond this size, torch uses several threads if there are any.
 _MAX_ELEMENTS = 2**15 - 1
 _MAX_NORM_ELEMENTS = 2**14
-_MOST_ELEMENTS = 2**28  # of the kernel
-# Functions, and forms of GELU, for which torch has nothing faster: where memory is planned, its norm makes other memory
-# for the result, which it copies, and its tanh in GELU takes four times as long.
+_MOST_ELEMENTS = 2**28  # limit of the kernel
+# Functions, and variants of GELU, for which torch has nothing faster: with planned memory, torch's layer norm allocates
+# another result and copies it, and its tanh in GELU takes four times as long.
 _OF_ANY_SIZE = {(_aten.native_layer_norm.default, None), (_aten.silu.default, None), (_aten.gelu.default, "tanh")}
 _MAX_DIMS = 8
 _MAX_STRIDE = 2**28
@@ -55,10 +55,10 @@ class Instruction(NamedTuple):
 
     Attributes:
         out, operands: the result and up to three operands, all of one shape. The second may be a scalar.
-        scalars: of a norm, eps and what is added to the weight.
-        rounds_scaled: as of `rms_norm`.
-        position: where `out` is the first slice of a dimension: the index of the slice to write, one int64, which is
-            read at execution, the dimension's stride, and its size. Nothing is written if the index is out of range.
+        scalars: for a norm, eps and the offset that is added to the weight.
+        rounds_scaled: as in `rms_norm`.
+        position: if `out` is the first slice of a dimension: the index of the slice to write (one int64, read at
+            execution), the dimension's stride, and its size. Nothing is written if the index is out of range.
     """
 
     kind: int
@@ -77,10 +77,10 @@ def _has_vectors() -> bool:
 def instructions(
     function: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor | None]
 ) -> list[Instruction] | None:
-    """What executes `function(*args, **kwargs)`, an operator; None if that is left to the operator itself.
+    """Returns the instructions that execute the operator `function(*args, **kwargs)`; None to call the operator itself.
 
     Args:
-        results: where its results go, in the order in which it returns them: None for those that nobody reads.
+        results: its results, in the order in which it returns them: None for those that nobody reads.
     """
     maker = _MAKERS.get(function)
     if maker is None or not is_available():
@@ -109,7 +109,7 @@ def _arithmetic(function: Any, out: Tensor, *operands: Any, alpha: float = 1) ->
 
 
 def _power(function: Any, out: Tensor, x: Tensor, exponent: float) -> list[Instruction] | None:
-    # Whether torch rounds between two products in half precision depends on where in memory a number is.
+    # In half precision, whether torch rounds between two products depends on a number's place in memory.
     if exponent not in ((2, 3) if out.dtype is torch.float32 else (2,)) or not _are_float_tensors(out, x):
         return None
     return [Instruction(_MULTIPLY, out, (x, x)), Instruction(_MULTIPLY, out, (out, x))][: int(exponent) - 1]
@@ -164,7 +164,7 @@ def _kv_written(
     position: Tensor,
     row_map: Tensor | None = None,
 ) -> list[Instruction] | None:
-    """A copy of K and one of V. None where rows have places of their own: two copies of each row take longer."""
+    """Copies K and V once each. Returns None if rows have their own positions: two copies per row take longer."""
     caches = key_cache, value_cache
     if position.numel() != 1 or row_map is not None or not all(cache.shape[2] for cache in caches):
         return None
@@ -191,13 +191,13 @@ _MAKERS: dict[Any, Callable[..., list[Instruction] | None]] = {
 
 
 def _are_float_tensors(out: Tensor, *operands: Any) -> bool:
-    """Whether all are tensors of one type that is computed with."""
+    """Whether all are tensors of one type that the kernel computes with."""
     is_served = out.dtype in _TYPES and _fits(out)
     return is_served and all(isinstance(each, Tensor) and each.dtype is out.dtype and _fits(each) for each in operands)
 
 
 def _is_scalar(operand: Any, dtype: torch.dtype) -> bool:
-    """Whether it is a scalar: any for float32, in half precision only one that the type represents exactly."""
+    """Whether this is a scalar: any for float32; in half precision, only one that the type represents exactly."""
     is_scalar = isinstance(operand, int | float) and dtype in _TYPES
     return is_scalar and (dtype is torch.float32 or torch.tensor(float(operand)).to(dtype).item() == operand)
 
@@ -207,9 +207,9 @@ def _fits(tensor: Tensor) -> bool:
 
 
 def bound(found: Sequence[Instruction]) -> functools.partial[None]:
-    """The call that executes them, one after the other.
+    """Returns the call that executes the instructions, one after the other.
 
-    Where everything is and how it is laid out is worked out here: at each call only memory and code are handed over.
+    Addresses and layouts are resolved here: each call passes only memory and code.
     """
     memory: dict[int, Tensor] = {}  # all of a storage, by the address of the storage object, which it holds
     code = [_encoded(each, memory) for each in found if each.out.numel()]
@@ -220,7 +220,7 @@ def bound(found: Sequence[Instruction]) -> functools.partial[None]:
 def gelu_tanh(x: Tensor) -> Tensor:
     """`torch.nn.functional.gelu(x, approximate="tanh")`; not differentiable. A large tensor takes a third of the time.
 
-    x is of any shape and floating type. It must have memory of its own: no tensor under vmap, or in a recording.
+    x may have any shape and floating type. It must own memory: it cannot be a tensor under vmap, or in a recording.
     """
     if x.numel() > _MAX_ELEMENTS:
         out = torch.empty_like(x)
@@ -232,7 +232,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _encoded(instruction: Instruction, memory: dict[int, Tensor]) -> list[int]:
-    """An instruction as the kernel reads it (`Instruction` in csrc/cpu/elementwise.cpp)."""
+    """Encodes an instruction for the kernel (`Instruction` in csrc/cpu/elementwise.cpp)."""
     kind, out, operands, given, rounds_scaled, position = instruction
     scalars = given or [each if isinstance(each, float) else 0.0 for each in operands]
     bits = _AS_INTEGERS.unpack(_AS_FLOATS.pack(*[*scalars, 0.0, 0.0][:2]))
@@ -249,7 +249,7 @@ def _encoded(instruction: Instruction, memory: dict[int, Tensor]) -> list[int]:
 
 
 def _place(tensor: Tensor, memory: dict[int, Tensor]) -> tuple[int, int]:
-    """The index of a tensor's storage in `memory`, and its offset there in bytes."""
+    """Returns the index of a tensor's storage in `memory`, and its offset there in bytes."""
     storage = tensor.untyped_storage()
     if storage._cdata not in memory:
         memory[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)

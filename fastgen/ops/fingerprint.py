@@ -1,7 +1,7 @@
-"""A fingerprint of a tensor: whether its contents are still those that something was made of, on the CPU.
+"""A fingerprint of a tensor on the CPU: tells whether its contents have changed since something was derived from them.
 
-Torch's count of versions does not see writes through `parameter.data`. Contents tell for certain, at the price of
-reading them once. There are kernels alone.
+Torch's version counter does not see writes through `parameter.data`. Contents are reliable, at the price of reading
+them once. This operator has kernels only, and no reference.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from fastgen.ops import _library
 
 
 def fingerprint(x: Tensor) -> int:
-    """64 bits that change with every element of a contiguous tensor, of any type.
+    """Returns 64 bits that change with every element of a contiguous tensor of any type.
 
-    Two contents that differ have the same one by accident only, about once in 2**64 times. Read at memory speed.
+    Two different contents have the same fingerprint only by accident, about once in 2**64 times. Reads at memory speed.
 
     Raises:
         RuntimeError: the tensor is not contiguous.

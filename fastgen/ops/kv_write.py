@@ -1,4 +1,4 @@
-"""The new K and V of all rows into the cache, at positions that are on the device: one launch for both."""
+"""Writes the new K and V of all rows into the cache, at positions that are on the device: one launch for both."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def kv_write(
     """`cache[row, :, position[row]] = new[row]` for K and V, with positions that a replayed graph can change.
 
     Args:
-        keys, values: [rows, heads, dim] each; values may have another dim. The last dimension contiguous, as of all.
+        keys, values: [rows, heads, dim] each; values may have another dim. The last dimension of all is contiguous.
         key_cache, value_cache: [rows, heads, capacity, dim], of the same types.
         position: one integer on the device for all rows, or [rows]. Outside [0, capacity) nothing is written.
-        row_map: [rows], int64, on the CPU: the row of the cache that each row is written to; None: its own.
+        row_map: [rows], int64, on the CPU: the cache row that each row is written to; by default its own.
 
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
@@ -33,7 +33,7 @@ def kv_write(
     is_served = keys.is_cpu and _library.has_kernel("fastgen::kv_write") and not gpu.available(keys)
     fits = keys.dtype in gpu.KERNEL_TYPES and position.dtype == torch.int64
     if is_served and fits and key_cache.shape[:3] == value_cache.shape[:3]:
-        try:  # it looks at its arguments itself, in less time than Python takes
+        try:  # the kernel checks its arguments itself, faster than Python would
             torch.ops.fastgen.kv_write(keys, values, key_cache, value_cache, position, row_map)
         except RuntimeError:
             _check(keys, values, key_cache, value_cache, position, row_map)
@@ -74,7 +74,7 @@ def _check(
 
 
 def undo(key_cache: Tensor, value_cache: Tensor, position: Tensor, row_map: Tensor | None = None) -> Callable[[], None]:
-    """To be called before a write: the function that it returns puts back what was there. Copies no more than that."""
+    """Called before a write: returns a function that restores the overwritten positions, of which it keeps copies."""
     position, row_map = position.clone().reshape(-1), None if row_map is None else row_map.clone()
     at = position.long().clamp(0, max(key_cache.shape[2] - 1, 0))
     if not key_cache.shape[2]:
@@ -98,7 +98,7 @@ def reference(
         return
     position = position.reshape(-1).long().expand(keys.shape[0])
     at = position.clamp(0, capacity - 1)
-    if row_map is not None:  # two rows of one place of the cache: what is outside must not undo what is written
+    if row_map is not None:  # rows may share a cache row: those outside must not undo a write
         inside = at == position
         for new, cache in ((keys, key_cache), (values, value_cache)):
             cache[row_map[inside], :, at[inside]] = new[inside]

@@ -1,8 +1,8 @@
-"""No-repeat n-gram: ban every token that would complete an n-gram which its row already has.
+"""No-repeat n-gram: bans every token that would complete an n-gram which its row already has.
 
 The rule is the trigram blocking of Paulus et al., "A Deep Reinforced Model for Abstractive Summarization" (ICLR 2018,
-section 2.5), for any n. That it is worth an operator, one block of threads per row, in place and without going through
-host memory, was shown by Yan et al., "FastSeq: Make Sequence Generation Faster" (ACL 2021, section 4).
+section 2.5), for any n. Yan et al., "FastSeq: Make Sequence Generation Faster" (ACL 2021, section 4) showed that it is
+worth an operator: one block of threads per row, in place, and without going through host memory.
 
 Kernels: csrc/cpu/no_repeat_ngram.cpp and csrc/cuda/no_repeat_ngram.cu.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.ops import _library
 
-# Of a dimension. Expanded tensors may have more, and would be gone through for years.
+# Largest size of a dimension. Expanded tensors may be larger, and would take years to process.
 _LARGEST = 2**31 - 1
 _SCORE_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -37,29 +37,29 @@ def no_repeat_ngram_(
     The last n - 1 tokens of a row and a next token form an n-gram. If the row has that n-gram already, the next token
     is banned. With n = 1 every token of the row is banned; a row shorter than n bans nothing.
 
-    With `context`, the n-grams that must not be repeated are those of the context instead (the encoder's input, say),
+    With `context`, the n-grams that must not be repeated are those of the context (for example, the encoder's input),
     while the n - 1 tokens still come from `tokens`. Several rows may share a context row, as beams share an input.
 
-    Nothing waits for the device and no control flow depends on data: on CUDA, the call can be captured in a graph, and
-    a graph that is replayed reads `tokens` and `lengths` as they are then.
+    Does not synchronize, and no control flow depends on data: on CUDA, the call can be captured in a graph, whose
+    replays read the present `tokens` and `lengths`.
 
     Args:
         scores: [rows, vocabulary], float32, float16, bfloat16 or float64, with any strides that do not make elements
             share memory. Changed in place, and not differentiable.
-        tokens: [rows, length], int32 or int64, any strides (an expanded tensor too). Ids outside [0, vocabulary) take
+        tokens: [rows, length], int32 or int64, any strides (even an expanded tensor). Ids outside [0, vocabulary) take
             part in n-grams like any other, and are skipped where they would be banned.
         n: length of the n-grams, at least 1.
         lengths: [rows], int32 or int64: how many tokens of each row count, from the first on; all by default. Values
             outside [0, length] are clamped.
         context: [context rows, context length], of the type of `tokens`; rows must be a multiple of context rows, and
-            row r looks at context row r // (rows // context rows).
+            row r uses context row r // (rows // context rows).
         context_lengths: [context rows], for `context` what `lengths` is for `tokens`.
 
     Returns:
         `scores` itself.
 
     Raises:
-        RuntimeError: n, a shape, a type or a device is not as above, a size is beyond 32 bits, elements of `scores`
+        RuntimeError: n, a shape, a type or a device is not as above, a size exceeds 32 bits, elements of `scores`
             share memory with each other or with another argument, or a gradient would have to flow through `scores`.
             Nothing has been written then.
     """
@@ -100,14 +100,14 @@ def reference(
         source = source.repeat_interleave(per_input, dim=0)
         source_lengths = source_lengths.repeat_interleave(per_input, dim=0)
 
-    first = (lengths - (n - 1)).unsqueeze(1)  # where the prefix of each row begins
+    first = (lengths - (n - 1)).unsqueeze(1)  # start of each row's prefix
     banned = torch.arange(windows, device=scores.device) <= (source_lengths - n).unsqueeze(1)
     banned &= first >= 0
     for k in range(n - 1):
         banned &= source[:, k : k + windows] == tokens.gather(1, (first + k).clamp(min=0))
 
-    # Every window writes, so that nothing depends on how many match; those that ban nothing repeat what their row has
-    # written anyway: -inf to one of its banned tokens, or, where nothing is banned, the score of token 0 to token 0.
+    # Every window writes, so that shapes do not depend on how many match. A window that bans nothing repeats what its
+    # row writes anyway: -inf to one of its banned tokens, or, if nothing is banned, the score of token 0 to token 0.
     last = source[:, n - 1 :].long()
     last = torch.where(banned & (last >= 0) & (last < vocabulary), last, -1)
     spare = last.amax(dim=1, keepdim=True)
@@ -116,7 +116,7 @@ def reference(
 
 
 def _clamped(lengths: Tensor | None, tokens: Tensor) -> Tensor:
-    """The lengths of the rows of `tokens`, [rows]."""
+    """Returns the lengths of the rows of `tokens`, [rows]."""
     rows, longest = tokens.shape
     return torch.full((rows,), longest, device=tokens.device) if lengths is None else lengths.long().clamp(0, longest)
 
@@ -134,7 +134,7 @@ def _check(
     context: Tensor | None = None,
     context_lengths: Tensor | None = None,
 ) -> None:
-    """Raises on what the operator does not take. Keep in step with `check` in csrc/no_repeat_ngram.h."""
+    """Raises on arguments that the operator does not accept. Keep in sync with `check` in csrc/no_repeat_ngram.h."""
     require = _library.checks("no_repeat_ngram_", RuntimeError)
     require(n >= 1, f"n must be at least 1, but is {n}")
     require(scores.dim() == 2, f"scores must be [rows, vocabulary], but has {scores.dim()} dimensions")
@@ -162,8 +162,9 @@ def _check(
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
-    # Two different elements share memory exactly if moving by some (rows, columns) within the bounds of the matrix
-    # moves by nothing in memory; the shortest such move is (column stride / g, row stride / g), g their common divisor.
+    # Two different elements share memory exactly if some move by (rows, columns) within the matrix is a move by nothing
+    # in memory; the shortest such move is (column stride / g, row stride / g), where g is their greatest common
+    # divisor.
     if matrix.numel() < 2:
         return False
     row_stride, column_stride = matrix.stride()
@@ -171,7 +172,7 @@ def _overlaps_itself(matrix: Tensor) -> bool:
     return divisor == 0 or (column_stride // divisor < matrix.shape[0] and row_stride // divisor < matrix.shape[1])
 
 
-# The tag tells torch.compile that what is returned is the argument that was changed; releases before it are not asked.
+# The tag tells torch.compile that the result is the argument that was changed; older releases do not have it.
 _library.define(
     "no_repeat_ngram_(Tensor(a!) scores, Tensor tokens, Tensor? lengths, int n, *, "
     "Tensor? context=None, Tensor? context_lengths=None) -> Tensor(a!)",

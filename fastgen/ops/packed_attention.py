@@ -1,11 +1,12 @@
 """Attention within each of several packed (varlen) sequences, on the CPU, in float32.
 
-All sequences and heads are one call. Queries, keys and values are not copied, and the result lies as the next linear
-layer reads it. The softmax is computed online, in blocks of positions (Dao et al., "FlashAttention", NeurIPS
-2022; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018); see csrc/cpu/attention/texts.h. A
-result depends neither on the number of threads nor on other sequences.
+One call processes all sequences and heads. Queries, keys and values are not copied, and the result has the layout that
+the next linear layer reads. The softmax is computed online, in blocks of positions (Dao et al., "FlashAttention",
+NeurIPS 2022; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018); see
+csrc/cpu/attention/texts.h. A result depends neither on the number of threads nor on other sequences.
 
-There are kernels alone (`is_available`). They take 0.6 to 0.9 of the time of torch's for sequences of 16 to 512 tokens.
+There are kernels only, and no reference (`is_available`). They take 0.6 to 0.9 of torch's time for sequences of 16 to
+512 tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def is_available() -> bool:
 
 
 def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether there is a kernel for these, [..., heads, tokens, dim]; a head of keys may serve several of queries."""
+    """Whether there is a kernel for these, [..., heads, tokens, dim]; a head of keys may serve several query heads."""
     return (
         all(type(x) is Tensor and x.dtype is torch.float32 and x.device.type == "cpu" for x in (query, keys, values))
         and all(x.shape[-1] > 0 and x.stride(-1) == 1 for x in (query, keys, values))
@@ -39,7 +40,7 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def as_row(x: Tensor) -> Tensor | None:
-    """[batch, heads, length, dim] as [heads, batch * length, dim] in the same memory; None where it does not lie so."""
+    """Views [batch, heads, length, dim] as [heads, batch * length, dim]; None if the layout does not allow it."""
     count, heads, length, dim = x.shape
     try:
         return x.transpose(0, 1).view(heads, count * length, dim)
@@ -51,8 +52,8 @@ def packed_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tenso
     """`scaled_dot_product_attention` of each sequence over its own tokens; not differentiable.
 
     Args:
-        query, keys, values: [heads, tokens, dim] that `serves` allows.
-        lengths: [batch], int64: the tokens of each sequence, in the order in which they lie.
+        query, keys, values: [heads, tokens, dim], accepted by `serves`.
+        lengths: [batch], int64: the number of tokens of each sequence, in their order.
         scale: factor on the scores; 1 / sqrt(dim) by default.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
+"""Linear layers on weights in 4 or 8 bits or in bfloat16, on request: results differ from those of float32.
 
 `int8` and `int4` are rounded to nearest in groups (`fastgen.ops.linear.grouped`), `int8` after rotating them. `bf16`
 rounds weights and activations to 8 significant bits; products are summed in float32. Its kernels
-(csrc/cpu/gemm/bf16.cpp) use AMX tiles or AVX-512 BF16. Where there is nothing to gain, `unavailable` says so.
+(csrc/cpu/gemm/bf16.cpp) use AMX tiles or AVX-512 BF16. If there is nothing to gain, `unavailable` says so.
 
 On a GPU, no weight is rotated, and activations are not rounded (`fastgen.ops.gpu.grouped_linear`).
 """
@@ -20,7 +20,7 @@ from fastgen.ops.linear import as_rows, grouped, with_shape_of
 from fastgen.ops.linear.grouped import PackedWeight
 
 PRECISIONS = ("int8", "int4", "bf16")
-# Those in groups.
+# Precisions that are rounded in groups.
 _BITS = {"int8": 8, "int4": 4}
 
 
@@ -32,7 +32,7 @@ class PackedBF16(NamedTuple):
 
 
 def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | PackedBF16:
-    """The weight, [N, K], of one of the `types`, any strides, in one of `PRECISIONS`.
+    """Packs a weight, [N, K], of one of the `types`, any strides, in one of `PRECISIONS`.
 
     Args:
         group_size: in_features that share a scale; not for `bf16`.
@@ -49,7 +49,7 @@ def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight |
 
 
 def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """The types of activations that are multiplied with weights in this precision, on this device."""
+    """Returns the types of activations that weights of this precision can multiply on this device."""
     is_any = on_gpu.is_for(device) or precision in _BITS
     return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
 
@@ -76,9 +76,9 @@ def is_for(device: torch.device) -> bool:
 
 
 def unavailable(precision: str, device: torch.device | None = None) -> str | None:
-    """Why there are no products with weights in this precision on this device, by default the CPU, or None.
+    """Returns why weights of this precision cannot be used on this device, by default the CPU; None if they can.
 
-    On the CPU the processor's instructions decide, on a GPU Triton.
+    On the CPU this depends on the processor's instructions, on a GPU on Triton.
     """
     if device is not None and on_gpu.is_for(device):
         return on_gpu.unavailable(device) if precision in _BITS else f"weights in {precision} are for CPUs"
@@ -98,7 +98,7 @@ def _missing(precision: str) -> str | None:
 
 
 def backend() -> str:
-    """Which implementation serves these operators."""
+    """Returns which implementation serves these operators."""
     missing = {precision: _missing(precision) for precision in PRECISIONS}
     there = [precision for precision, reason in missing.items() if reason is None]
     phrases = [f"{grouped.backend()}: {', '.join(there)}"] if there else []

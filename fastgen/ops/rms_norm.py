@@ -1,6 +1,6 @@
 """RMS norm as one operation (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, section 4).
 
-On a GPU it is a kernel of Triton's, on the CPU the one of `elementwise`
+On a GPU it is a Triton kernel, on the CPU the one of `elementwise`
 (csrc/cpu/elementwise/loops.h), elsewhere plain torch.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgen.ops import _library, gpu
 
-# What the kernel on the CPU computes with.
+# Types that the CPU kernel supports.
 _CPU_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -27,12 +27,12 @@ def available(like: Tensor) -> bool:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, rounds_scaled: bool = False
 ) -> Tensor:
-    """`x / sqrt(mean(x ** 2) + eps) * (weight + offset)` over the last dimension. The mean is float32 in all types.
+    """`x / sqrt(mean(x ** 2) + eps) * (weight + offset)` over the last dimension. The mean is float32 for all types.
 
     Args:
         x, weight: [..., width] and [width], of any floating types; the result is like x.
-        offset: what is added to the weight: 1 for models (Gemma) that store its difference from one.
-        rounds_scaled: the row is rounded to the type of `x` before it is multiplied by the weight, too (T5, Llama).
+        offset: added to the weight: 1 for models (Gemma) that store the weight's difference from one.
+        rounds_scaled: also round the row to the type of `x` before multiplying by the weight (T5, Llama).
 
     Raises:
         ValueError: the weight has another width.

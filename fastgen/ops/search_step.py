@@ -1,27 +1,25 @@
-"""The bookkeeping of a step of a search, in place: what it takes, and `advance_`, which goes on with it.
+"""The bookkeeping of a search step, in place: takes the chosen tokens, and advances the step's state (`advance_`).
 
 `take_rows_`, `take_beams_` and `commit_` do what the searches of `fastgen.decoding.captured` and of
-`fastgen.decoding.speculation` do; `advance_` does what `StepState.advance` in `fastgen.decoding.kv.rows` does, and the
-masks and positions. There it is spelled out in torch, in some seventy operators for beam search, whose numbers are so
-few that starting the operators is all that takes time. That is the reference, and what other devices use; most
-arguments have the names of the buffers there. Here are the same rules for the CPU, with the same results number by
-number: equal scores come in the order of torch.topk.
+`fastgen.decoding.speculation` do; `advance_` does what `StepState.advance` in `fastgen.decoding.kv.rows` does, and
+updates masks and positions. Those spell it out in torch: some seventy operators for beam search, on so few numbers that
+launching the operators takes all of the time. They are the reference, and run on other devices; most arguments have the
+names of the buffers there. This module implements the same rules for the CPU, with identical results: equal scores come
+in the order of torch.topk.
 
-`take_rows_(tokens, stops, ...)`: tokens [rows], int64, and stops [rows], bool, or None.
-`take_beams_(candidate_scores, candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as
-`best_continuations` gives them; stops [batch * candidates], bool, or None; early_stopping: one of `EARLY_STOPPING`.
-`commit_(chosen, counts, accepted, near, near_ties, ...)`: chosen [rows, width], int64, and what is drafted in the
-running sequences, behind their ends; counts [rows], int64: how many of these tokens count. Then `accepted`, [rows],
-int64, becomes what `accept_greedy` of `fastgen.decoding.speculation.acceptance` says. If counts is None, `accepted`
-says how many of `chosen` are taken besides the last one. To `near_ties`, one int64, it adds the tokens that are taken
-of which near, [rows, width], bool, says so.
-`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` is the
-`position_table` of `StepState`. `seen`, one int64, becomes the cache length of the longest row: with `stored`, the
-length of the prefix, one int64.
-Positions, int64 [rows, 1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or
-bool, get ones for the next `width` positions.
+`take_rows_(tokens, stops, ...)`: tokens [rows], int64, and stops [rows], bool, or None. `take_beams_(candidate_scores,
+candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as `best_continuations` returns them; stops
+[batch * candidates], bool, or None; early_stopping: one of `EARLY_STOPPING`. `commit_(chosen, counts, accepted, near,
+near_ties, ...)`: chosen [rows, width], int64; the drafted tokens are in the running sequences, after their ends; counts
+[rows], int64: how many of these tokens count. Sets `accepted`, [rows], int64, as `accept_greedy` of
+`fastgen.decoding.speculation.acceptance` does. If counts is None, `accepted` tells how many of `chosen` are taken
+besides the last one. Adds to `near_ties`, one int64, the number of taken tokens for which near, [rows, width], bool, is
+set. `advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` is the
+`position_table` of `StepState`. `seen`, one int64, becomes the cache length of the longest row, including `stored`, the
+length of the prefix, one int64. Positions, int64 [rows, 1], increase by `taken`, int64 [rows]. Masks, [rows, stored +
+capacity], int64, int32, float32 or bool, get ones for the next `width` positions.
 
-All raise RuntimeError where shapes, types or beams do not fit. Nothing has been written then.
+All raise RuntimeError if shapes, types or beams do not fit. Nothing has been written then.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from torch import Tensor
 from fastgen.ops import _library
 
 EARLY_STOPPING = {False: 0, True: 1, "never": 2}
-"""`early_stopping` of `generate`, as the operator gets it."""
+"""`early_stopping` of `generate`, as the operator takes it."""
 
 _MASKS = (torch.int64, torch.int32, torch.float32, torch.bool)
 _OPERATORS = ("take_rows_", "commit_", "take_beams_", "advance_")
@@ -48,7 +46,7 @@ def available(like: Tensor) -> bool:
 
 
 def serves(positions: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Whether `advance_` writes to positions and masks of these types."""
+    """Whether `advance_` can write positions and masks of these types."""
     return all(each.dtype is torch.int64 for each in positions) and all(mask.dtype in _MASKS for mask in masks)
 
 

@@ -1,8 +1,8 @@
 """Top-p sampling, in place (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1).
 
-The library sorts the whole vocabulary of each row in each step. Here a radix sort does (`fastgen.ops.sort_rows`), and
-only for the rows that ask for it. What goes is what goes there: of scores that are equal, and of which some go, torch's
-order decides, so that such rows are sorted once more, by torch.
+The library sorts the whole vocabulary of each row in each step. Here a radix sort does this (`fastgen.ops.sort_rows`),
+and only for the rows that need it. The same tokens are dropped as there: if only some of several equal scores are
+dropped, torch's order decides, so torch sorts such rows once more.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from fastgen.ops import _library
 from fastgen.ops.sort_rows import backend as backend
 from fastgen.ops.sort_rows import sort_rows
 
-# A share that no probability exceeds: the row stays what it is.
+# Exceeds every probability: the row does not change.
 EVERYTHING = 2.0
 
 
 def top_p_(scores: Tensor, share: Tensor, fill: float, least: int, *, orders_as_torch: bool = True) -> Tensor:
-    """Fills the scores of those tokens in that are the least probable, and have 1 - `share` of the probability.
+    """Fills the scores of the least probable tokens, which together have 1 - `share` of the probability.
 
     Args:
-        scores: [rows, vocabulary], float32: written to.
-        share: float64, of one number, or [rows, 1]. Above 1, such as `EVERYTHING`, the row stays what it is.
-        fill: what is written there.
-        least: so many tokens stay in any case, 1 or more.
-        orders_as_torch: which of equal scores go is what it is in the library. Scores of 16 bits, of which many are
-            equal, have nothing to gain by that, and half of the rows to lose.
+        scores: [rows, vocabulary], float32: changed in place.
+        share: float64, one number, or [rows, 1]. Above 1, such as `EVERYTHING`, the row does not change.
+        fill: the new score of the dropped tokens.
+        least: at least this many tokens stay; 1 or more.
+        orders_as_torch: of equal scores, drop the same ones as the library. 16-bit scores, many of which are equal,
+            gain nothing by that, and half of the rows would be sorted again.
 
     Returns:
         `scores`.
@@ -62,7 +62,7 @@ def _check(scores: Tensor, share: Tensor, least: int) -> None:
 
 
 def _goes(scores: Tensor, share: Tensor, least: int, orders_as_torch: bool) -> Tensor:
-    """[rows, vocabulary], bool: the tokens that go."""
+    """Returns the tokens to drop, [rows, vocabulary], bool."""
     values, columns = sort_rows(scores)
     goes = values.softmax(dim=-1).cumsum(dim=-1) <= (1 - share).to(scores.dtype)
     goes[:, -least:] = False

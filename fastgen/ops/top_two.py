@@ -1,7 +1,7 @@
 """The best token of each row, and whether another one is about as good, in one pass over the scores.
 
 In torch, comparing the two best takes six passes over the vocabulary besides that of the argmax. Here everything is
-read once, with the same result. Checking drafted tokens does this for each of them.
+read once, with the same result. Verifying drafted tokens does this for each of them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from torch import Tensor
 
 from fastgen.ops import _library
 
-# Scores at least this large stand for what is masked: libraries write -1e9 or the smallest number of the type.
+# Scores of at least this magnitude represent masked tokens: libraries write -1e9 or the smallest number of the type.
 MASKED = 1e8
 
 
 def top_two(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The argmax of each row, and whether a second score is as large up to `share` of the magnitude of the row.
+    """Returns the argmax of each row, and whether a second score is within `share` of the row's magnitude of the
+    largest.
 
     Args:
         scores: [rows, vocabulary], of a floating type.
-        share: of the largest score of the row, in absolute terms, those of `MASKED` and more left out.
+        share: fraction of the row's largest absolute score, not counting those of `MASKED` and more.
 
     Returns:
-        [rows], int64, and [rows], bool. Of equal scores it is the first token. A NaN is the largest, and nothing is as
-        large.
+        [rows], int64, and [rows], bool. Of equal scores the first token wins. A NaN is the largest, and nothing is near
+        it.
     """
     serves = scores.device.type == "cpu" and scores.dtype is torch.float32 and scores.dim() == 2
     if not (serves and scores.shape[1] and is_available()):
@@ -39,9 +40,10 @@ def top_two(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
 
 def argmax_into(out: Tensor, scores: Tensor) -> Callable[[], object] | None:
-    """What writes the argmax of each row to `out`, [rows], int64; None where there is no kernel for these scores.
+    """Returns a function that writes the argmax of each row to `out`, [rows], int64; None without a kernel for these
+    scores.
 
-    In a recorded step it takes less than torch's, which divides a row among threads of torch's. Those would have to
+    In a recorded step it is faster than torch's argmax, which divides a row among torch's threads. Those would have to
     take the processors from the threads of the step.
     """
     serves = scores.device.type == "cpu" and scores.dtype is torch.float32 and scores.dim() == 2

@@ -1,14 +1,14 @@
-"""Running a model over a data set. The way of a record, file by file:
+"""Runs a model over a data set. A record passes through these files, in this order:
 
     settings.py   the options of a run
     readers.py    INPUT, row by row; `inputs.py` makes a `Record` (`records.py`) of each, or says why it is skipped
     batches.py    records in windows, cut into batches, and `BatchStage`, which puts these through a model
-    layouts.py    what becomes of a record: its result in the journal, and in each format
+    layouts.py    the form of a record's result: in the journal, and in each format
     writers.py    OUTPUT, as a file or as a stream; `journal.py` keeps what is finished, for --resume
     stages.py     the threads of all this; `run.py` is the run from the checks to the report
 
-`generation/`, `encoding/`, `quantizing/` and `fairseq/` hold what differs between commands. `generate_dataset` is the
-whole of it in one call; `fastgen-generate` is its command line. Importing this package imports neither torch nor
+`generation/`, `encoding/`, `quantizing/` and `fairseq/` hold what differs between commands. `generate_dataset` does
+everything in one call; `fastgen-generate` is its command line. Importing this package imports neither torch nor
 transformers.
 """
 

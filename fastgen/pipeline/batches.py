@@ -1,8 +1,8 @@
-"""Batches: which records share one, and how they go through a model, whatever happens on the way.
+"""Batches: which records share one, and how they go through a model, even if memory runs out or rows are refused.
 
 Records are read in windows, in input order. Each window is sorted by length and cut into batches, so that the rows of a
-batch have nearly one length and need little padding. The plan depends on the lengths and the settings alone: therefore
-a seeded run can be repeated, and an interrupted one resumed. In the model, memory may run out, and rows may be refused.
+batch have similar lengths and need little padding. The plan depends only on the lengths and the settings; therefore a
+seeded run can be repeated, and an interrupted one resumed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Output = TypeVar("Output")
 MOST_FAILURES = 8
 OUT_OF_MEMORY = "out-of-memory"
 WINDOW_BATCHES = 64
-# A window is held in memory, and a streamed output comes window by window: of large batches a window has fewer.
+# A window is held in memory, and a streamed output appears window by window: of large batches, a window has fewer.
 WINDOW_RECORDS = 8192
-# So many records of a continuous batch share a row of the model, one after another. At the end of the batch rows run
-# empty, which costs less the more there are; an interrupt costs the batch.
+# In a continuous batch, this many records share a row of the model, one after another. Rows idle at the end of the
+# batch, which costs less with more records; an interrupt loses the batch.
 RECORDS_OF_A_ROW = 32
-# Lengths are about the same up to a multiple of so many tokens.
+# Lengths count as similar if they are equal when rounded up to a multiple of this many tokens.
 _ABOUT = 128
 
 
@@ -57,13 +57,13 @@ class Batch:
     index: int
     rows: list[Record]
     alike: int = 1
-    """How many batches of its window have as many rows of about its length, itself and those that are done included."""
+    """The number of batches of its window, done ones included, with as many rows of similar length; this one counts."""
     at_once: int = sys.maxsize
-    """Records that are in the model at the same time, at most."""
+    """The most records that are in the model at the same time."""
 
     @property
     def rounds(self) -> int:
-        """How many of its records a row of the model has, one after another."""
+        """The number of records that a row of the model processes, one after another."""
         return max(1, -(-len(self.rows) // self.at_once))
 
 
@@ -74,13 +74,13 @@ class Rules:
     batch_size: int
     max_tokens: int | None = None
     equal_lengths: bool = False
-    """Only rows of one length share a batch: for options whose effect depends on padding."""
+    """Only rows of equal length share a batch: for options whose effect depends on padding."""
     pass_cost: int | None = None
-    """What a batch costs beside its padded tokens, in tokens. With it, batches are those that cost least together."""
+    """Fixed cost of a batch beside its padded tokens, in tokens. With it, batches are those of the least total cost."""
     continuous: bool = False
-    """A record that is done makes room for another one of its batch, which has more than `batch_size` records."""
+    """A finished record makes room for another one of its batch, which has more than `batch_size` records."""
     adaptive: bool = False
-    """So it may, in the same batches."""
+    """Records may do so, in the same batches."""
 
     @property
     def batching(self) -> str:
@@ -88,21 +88,21 @@ class Rules:
 
     @property
     def batch_records(self) -> int:
-        """Records of a batch, at most."""
+        """The most records of a batch."""
         return self.batch_size * (RECORDS_OF_A_ROW if self.continuous or self.adaptive else 1)
 
     @property
     def window_records(self) -> int:
-        """Records in a window: a multiple of the batch size, if that is not too many."""
+        """The number of records in a window: a multiple of the batch size, unless that is too many."""
         return max(self.batch_size, min(WINDOW_BATCHES * self.batch_size, WINDOW_RECORDS))
 
 
 def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
-    """Batches of indices into `lengths`, longest rows first.
+    """Cuts rows into batches of indices into `lengths`, longest rows first.
 
     A batch has at most `batch_records` rows and, with padding, `max_tokens` tokens. A longer row is a batch by itself.
     """
-    # Longest first, so that a lack of memory shows at once. Rows of one length keep the input order.
+    # Longest first, so that a lack of memory shows at once. Rows of equal length keep the input order.
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if rules.pass_cost is not None:
         return _cheapest([lengths[index] for index in order], order, rules, rules.pass_cost)
@@ -122,10 +122,10 @@ def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
 
 
 def _cheapest(lengths: Sequence[int], order: list[int], rules: Rules, pass_cost: int) -> list[list[int]]:
-    """Rows that are sorted by length, cut into the batches that cost least together.
+    """Cuts rows that are sorted by length into the batches of the least total cost.
 
     Args:
-        lengths: of the rows, longest first.
+        lengths: lengths of the rows, longest first.
         order: the rows' own indices.
     """
 
@@ -143,7 +143,7 @@ def _cheapest(lengths: Sequence[int], order: list[int], rules: Rules, pass_cost:
 
 @dataclass
 class Resumed:
-    """What an interrupted run has done: its windows, and the batches of each. It is empty for a new run."""
+    """What an interrupted run has done: its windows, and the finished batches of each. Empty for a new run."""
 
     windows: dict[int, Window] = field(default_factory=dict)
     done: dict[int, set[int]] = field(default_factory=dict)
@@ -155,9 +155,9 @@ def plan(
     rules: Rules,
     resumed: Resumed,
 ) -> Iterator[Window | Batch]:
-    """Each window, and after it those of its batches that are not done yet.
+    """Yields each window, followed by those of its batches that are not done yet.
 
-    Raises `SetupError` where the input is not the one that the interrupted run read.
+    Raises `SetupError` if the input is not the one that the interrupted run read.
     """
     stream = iter(records)
     for index in itertools.count():
@@ -194,14 +194,14 @@ def _check_same(same: bool) -> None:
 
 
 def split_rows(rows: list[Record], parts: int) -> list[list[Record]]:
-    """Rows cut into consecutive parts of nearly equal size. Rows of about the same length stay together."""
+    """Splits rows into consecutive parts of nearly equal size. Rows of similar length stay together."""
     size, more = divmod(len(rows), parts)
     ends = [part * size + min(part, more) for part in range(parts + 1)]
     return [rows[start:end] for start, end in itertools.pairwise(ends) if start < end]
 
 
 def _one_by_one(records: Sequence[Record], tokenised: Callable[[Sequence[Record]], list[Record]]) -> list[Record]:
-    """Tokenises records together. Where the tokenizer refuses a text, each goes by itself, and that one is skipped."""
+    """Tokenises records together. If the tokenizer refuses a text, tokenises them one by one, and skips that one."""
     try:
         return tokenised(records) if records else []
     except Exception as error:
@@ -212,22 +212,22 @@ def _one_by_one(records: Sequence[Record], tokenised: Callable[[Sequence[Record]
 
 @dataclass
 class BatchResult(Generic[Output]):
-    """A batch after the model: raw outputs in the order in which they were done, and results of rows that failed."""
+    """A batch after the model: raw outputs in the order in which they were done, and results of failed rows."""
 
     batch: Batch
     outputs: list[Output] = field(default_factory=list)
     failures: list[Result] = field(default_factory=list)
     told: int = 0
-    """Rows that the progress has counted already."""
+    """Rows that the progress display has counted already."""
 
 
 def problem_of(error: Exception) -> Problem:
-    """Why the model could not do a record."""
+    """Returns why the model failed on a record."""
     return Problem(OUT_OF_MEMORY if memory.is_out(error) else "model-error", one_line(error))
 
 
 def free_captured_steps(device: Any) -> bool:
-    """Gives back what FastGen keeps on a GPU for further batches of the same size; False where that was nothing."""
+    """Frees what FastGen keeps on a GPU for further batches of the same size; returns whether that freed any memory."""
     import torch
 
     if device.type != "cuda":
@@ -241,24 +241,24 @@ def free_captured_steps(device: Any) -> bool:
 
 
 class BatchStage(ABC, Generic[Output]):
-    """Puts batches through a model. Nothing a record does stops it; what stops it is the same for all records.
+    """Puts batches through a model. No single record can stop it; only faults that affect all records do.
 
     Args:
-        device: where the model is.
+        device: the model's device.
         weights: FastGen's settings for the weights of linear layers.
     """
 
     def __init__(self, device: Any, weights: Mapping[str, Any]) -> None:
         self.limit: int | None = None
-        """The largest size that is still tried, once a larger one has not fitted in memory."""
+        """The largest size that is still tried, after a larger one did not fit in memory."""
         self.out_of_memory = 0
         self.seconds = 0.0
         self.tell: Callable[[int], object] = lambda done: None
-        """Called with a number of rows that are done, while their batch runs, to show it."""
+        """Called with a number of finished rows while their batch runs, to show progress."""
         self.tokens, self.state = 0, ""
-        """What is shown then: the tokens generated so far, and what there is to say beside their rate."""
+        """What the progress shows then: the tokens generated so far, and a text beside their rate."""
         self.may_give_up = True
-        """It ends where many records have failed and none has succeeded: they are those of one run."""
+        """The stage stops after many failures without a success: all records belong to one run."""
         self._device = device
         self._weights = weights
         self._failures = 0
@@ -267,16 +267,16 @@ class BatchStage(ABC, Generic[Output]):
 
     @abstractmethod
     def size(self, rows: Sequence[Record]) -> int:
-        """The size of a batch as far as memory goes."""
+        """Returns the size of a batch as far as memory is concerned."""
 
     @abstractmethod
     def forward(self, rows: list[Record], batch: Batch) -> Output:
-        """What the model makes of some rows of a batch."""
+        """Returns the model's output for some rows of a batch."""
 
     def run(self, batch: Batch) -> BatchResult[Output]:
-        """All of a batch: what the model returned, and the rows that it could not do."""
+        """Runs a whole batch: returns the model's outputs, and the rows on which it failed."""
         done: BatchResult[Output] = BatchResult(batch)
-        # A stack of row groups, worked on in the order of the batch.
+        # A stack of row groups, processed in the order of the batch.
         waiting = list(reversed(self._within_limit(batch.rows)))
         while waiting:
             rows = waiting.pop()
@@ -290,14 +290,14 @@ class BatchStage(ABC, Generic[Output]):
             if out_of_memory:
                 self._remember(rows)
             if len(rows) > 1:
-                # In halves while it is memory; one by one to find the row that the model does not take.
+                # Halves while memory is short; single rows to find the one that the model refuses.
                 waiting.extend(reversed(split_rows(rows, 2 if out_of_memory else len(rows))))
                 continue
             self._fail(done, rows[0], made)
         return done
 
     def adopt(self, done: BatchResult[Output], seconds: float, out_of_memory: int) -> BatchResult[Output]:
-        """Counts a batch that another process has run, in so many seconds."""
+        """Counts a batch that another process ran, and the seconds that it took."""
         self.seconds += seconds
         self.out_of_memory += out_of_memory
         self._succeeded |= bool(done.outputs)
@@ -316,7 +316,9 @@ class BatchStage(ABC, Generic[Output]):
             self.finish()
 
     def _tried(self, rows: list[Record], batch: Batch) -> Output | Problem:
-        """What the model returns, or why not: an exception, its frames and their tensors do not outlive this."""
+        """Returns the model's output, or why there is none: no exception outlives this call, with its frames and
+        tensors.
+        """
         start = time.perf_counter()
         try:
             with process_settings.changed(**self._weights):
@@ -329,12 +331,12 @@ class BatchStage(ABC, Generic[Output]):
         return output
 
     def finish(self) -> None:
-        """A SetupError where not one record succeeded and the model refused some."""
+        """Raises SetupError if no record succeeded and the model refused some."""
         if self._failures and not self._succeeded:
             raise SetupError(f"the model failed on every record: {self._first_error}")
 
     def _within_limit(self, rows: list[Record]) -> list[list[Record]]:
-        """The batch, cut into parts no larger than what is known to fit."""
+        """Splits the batch into parts no larger than what is known to fit."""
         if self.limit is None:
             return [rows]
         parts = 1
@@ -349,4 +351,4 @@ class BatchStage(ABC, Generic[Output]):
         if len(rows) > 1:
             self.limit = min(self.limit or self.size(rows), max(1, self.size(rows) // 2))
         gc.collect()
-        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+        torch.cuda.empty_cache()  # does nothing if CUDA is not in use

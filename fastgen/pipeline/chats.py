@@ -1,4 +1,6 @@
-"""What chat templates read: those of models that take images may write lists of parts alone, also where all is text."""
+"""Message contents for chat templates: those of models that take images may write only lists of parts, even for
+text.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _PROBE = "text of a message"
 
 
 def with_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for a tokenizer's chat template: a content that is a text is one part, where only lists are written."""
+    """Returns messages for a tokenizer's chat template: a text becomes a list of one part if only lists are written."""
     if not reads_parts_only(tokenizer, str(tokenizer.chat_template)):
         return [dict(message) for message in messages]
     return [{**message, "content": _as_parts(message["content"])} for message in messages]
@@ -20,10 +22,10 @@ def with_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[di
 
 @lru_cache(maxsize=64)
 def reads_parts_only(tokenizer: Any, template: str) -> bool:
-    """Whether a chat template writes contents that are lists of parts, and nothing of those that are texts.
+    """Whether a chat template writes contents that are lists of parts, but not contents that are texts.
 
     Args:
-        template: that of the tokenizer, which may get another one.
+        template: the tokenizer's template, which may be replaced.
     """
     return not _writes(tokenizer, _PROBE) and _writes(tokenizer, _as_parts(_PROBE))
 
@@ -33,6 +35,6 @@ def _as_parts(content: Any) -> Any:
 
 
 def _writes(tokenizer: Any, content: Any) -> bool:
-    with suppress(Exception):  # a template is a program, which may refuse what it does not know
+    with suppress(Exception):  # a template is a program, and may refuse what it does not know
         return _PROBE in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     return False

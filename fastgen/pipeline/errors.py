@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 
-# After a failed write, for files that belong to a run with a journal.
+# Added after a failed write of files that belong to a run with a journal.
 RESUMABLE = "what is done is kept: --resume continues"
 
 
@@ -28,7 +28,7 @@ class StrictError(PipelineError):
 
 @contextlib.contextmanager
 def writing(name: object, remedy: str = "") -> Iterator[None]:
-    """Inside this block an OSError, as of a full disk, becomes a PipelineError; not that of a reader who has gone."""
+    """Turns an OSError in this block, such as a full disk, into a PipelineError; lets that of a closed pipe through."""
     try:
         yield
     except BrokenPipeError:
@@ -40,7 +40,7 @@ def writing(name: object, remedy: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(what: str, reason: Callable[[Exception], str] | None = None) -> Iterator[None]:
-    """Whatever fails in this block is a SetupError that says what could not be done, and why, on one line."""
+    """Turns any failure in this block into a SetupError that tells what could not be done, and why, on one line."""
     try:
         yield
     except PipelineError:
@@ -50,14 +50,14 @@ def explained(what: str, reason: Callable[[Exception], str] | None = None) -> It
 
 
 def check_installed(package: str, purpose: str, remedy: str = "") -> None:
-    """Raises `SetupError` where a package, named as it is imported, is not installed. The remedy is a command."""
+    """Raises `SetupError` if a package, named as it is imported, is not installed. The remedy is a command."""
     if importlib.util.find_spec(package) is None:
         how = f": {remedy}" if remedy else ""
         raise SetupError(f"{purpose} needs the package {package.replace('_', '-')}, which is not installed{how}")
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line; its type where that says nothing, or names a key alone."""
+    """Returns an exception's message on one line; with its type if the message is empty, or only names a key."""
     message = " ".join(str(error).split())[:500]
     kind = type(error).__name__
     return f"{kind}: {message}" if isinstance(error, KeyError) and message else message or kind

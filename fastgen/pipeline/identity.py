@@ -1,11 +1,11 @@
-"""What the journal knows a run by.
+"""The identity of a run in the journal.
 
 The **identity** decides what the output is: the options, the input, and the content of the model, which is its weights,
 its configuration, its tokenizer and the code that came with it. A run is resumed only with the same identity.
 
-The **environment** decides which kernels compute it. Within one, and with a number for the batch size, the same command
-gives the same bytes, resumed or not. Between two, the order of additions may differ, and with it the last digits of
-`scores` and nearly equal candidates. A run may be resumed in another environment: the report says so.
+The **environment** decides which kernels compute it. Within one environment, and with a number for the batch size, the
+same command produces the same bytes, resumed or not. Between two, the order of additions may differ, and with it the
+last digits of `scores` and nearly equal candidates. A run may be resumed in another environment: the report says so.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fastgen.pipeline.loading import Loaded
 from fastgen.pipeline.settings import DataOptions
 from fastgen.report import kernels
 
-# What else cannot change the output: the model is known by its content, and the input says itself what it is.
+# Further options that do not change the output: the model is identified by its content, and the input by itself.
 _FREE = {"model", "input", "output", "generation", "generation_config"}
-# What the library notes about where a model came from.
+# The library's notes about where a model came from.
 _NOTES = {
     "name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "is_local", "local_files_only",
     "base_model_name_or_path", "revision", "peft_version",
@@ -39,7 +39,7 @@ _NOTES = {
 
 
 def identity(settings: DataOptions, inputs: Inputs, loaded: Loaded) -> dict[str, Any]:
-    """Everything that decides what the output is."""
+    """Returns everything that decides what the output is."""
     decisive = [f.name for f in dataclasses.fields(settings) if f.name not in _FREE and not f.metadata.get("free")]
     return {
         **{name: getattr(settings, name) for name in decisive},
@@ -52,7 +52,7 @@ def identity(settings: DataOptions, inputs: Inputs, loaded: Loaded) -> dict[str,
 
 
 def environment(device: Any) -> dict[str, Any]:
-    """What may change the last digits of a score."""
+    """Returns everything that may change the last digits of a score."""
     import torch
     import transformers
 
@@ -72,17 +72,17 @@ def environment(device: Any) -> dict[str, Any]:
 
 
 def content(model: Any, tokenizer: Any) -> dict[str, str]:
-    """A digest of each part of a model in memory."""
+    """Returns a digest of each part of a model in memory."""
     adapters = [f"{name} {_plain(each.to_dict())}" for name, each in getattr(model, "peft_config", {}).items()]
     parts = {"weights": _weights(model), "configuration": [_plain(model.config.to_dict()), *adapters]}
-    own = vars(model).get("generate")  # of the folder custom_generate: it stands for the model's method
+    own = vars(model).get("generate")  # from the folder custom_generate: replaces the model's method
     code = [each for each in (model, tokenizer, getattr(own, "func", own)) if each is not None]
     parts |= {"tokenizer": _tokenizer(tokenizer), "code": _code(*code)}
     return {name: _digest(part) for name, part in parts.items()}
 
 
 def _weights(model: Any) -> Iterable[str]:
-    """Of every tensor its name, its type and shape, the sum of its elements' bits, and some of them in order."""
+    """Yields of every tensor its name, type and shape, the sum of its elements' bits, and some of them in order."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -92,13 +92,13 @@ def _weights(model: Any) -> Iterable[str]:
         if tensor.is_meta or tensor.layout != torch.strided or size not in integers:
             continue
         bits = tensor.detach().contiguous().view(integers[size]).flatten()
-        # The sum notices a single weight that changed, the sample some that changed places.
+        # The sum detects a single weight that changed, the sample detects weights that changed places.
         sample = bits[:: max(1, len(bits) // 1024)]
         yield f"{int(bits.sum(dtype=torch.int64))} {sample.tolist()}"
 
 
 def _tokenizer(tokenizer: Any) -> Iterable[str]:
-    """What the tokenizer does with a text: its vocabulary, its rules, and its options."""
+    """Yields what determines the tokenizer's behaviour: its vocabulary, its rules, and its options."""
     yield _plain(tokenizer.init_kwargs) + _plain(tokenizer.special_tokens_map)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -113,8 +113,8 @@ def _tokenizer(tokenizer: Any) -> Iterable[str]:
 
 
 def _code(*objects: Any) -> Iterable[str]:
-    """The source that came with the model: of its classes, or a function, and of the modules that these import from
-    beside them.
+    """Yields the source that came with the model: of its classes, or a function, and of the modules beside them that
+    these import.
     """
     for value in objects:
         kind = value if isinstance(value, FunctionType) else type(value)
@@ -133,7 +133,7 @@ def _plain(values: dict[str, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON has no word for. A set has another order in each process."""
+    """Converts what JSON cannot represent. A set has another order in each process."""
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The records of a run: the choice of the columns, and the check of each record."""
+"""The records of a run: chooses the columns, and checks each record."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fastgen.pipeline.records import Problem, Record, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions
 
 _MISSING = object()
-_MOST_NAMED = 50  # columns, in a message
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which UTF-8 has no bytes for
+_MOST_NAMED = 50  # limit of columns in a message
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot represent
 
 
 def choose_column(source: Source, settings: DataOptions) -> str:
-    """The column of the input. Raises `SetupError` with the names of the columns where it is unclear or missing."""
+    """Returns the column of the input. Raises `SetupError`, which lists the columns, if it is unclear or missing."""
     columns = source.columns or []
     wanted = settings.input_column
     # The layout of translation data sets: {"translation": {"en": ..., "de": ...}}.
@@ -47,7 +47,7 @@ def _listed(columns: list[str]) -> str:
 
 
 def field_of(fields: Mapping[str, Any], column: str, default: Any = None) -> Any:
-    """The value of a column of a row; `a.b` looks into column `a`."""
+    """Returns the value of a column of a row; `a.b` looks into column `a`."""
     if column in fields:
         return fields[column]
     value: Any = fields
@@ -61,7 +61,7 @@ def field_of(fields: Mapping[str, Any], column: str, default: Any = None) -> Any
 class Inputs:
     """The records of a run: the rows of the input with their references, checked one by one.
 
-    Raises `SetupError` where input, columns and references cannot be read or do not fit together.
+    Raises `SetupError` if input, columns and references cannot be read or do not fit together.
     """
 
     def __init__(self, settings: DataOptions) -> None:
@@ -91,7 +91,7 @@ class Inputs:
                 raise SetupError(_mismatch(self.references.name, there, self.total))
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a run to be resumed."""
+        """Returns what must be equal for a run to be resumed."""
         return {
             "input": self.source.identity(),
             "reference": self.references.identity() if self.references else None,
@@ -118,7 +118,7 @@ class Inputs:
         if self._ids:
             identity = field_of(row.fields, self._ids)
             if isinstance(identity, float) and not math.isfinite(identity):
-                # Data frames have NaN where there is no value. JSON has no such number.
+                # Data frames have NaN for missing values. JSON has no such number.
                 identity = None
             elif not isinstance(identity, str | int | float | None):
                 identity = str(identity)
@@ -142,7 +142,7 @@ class Inputs:
         return Record(position, row.line, identity, text, reference, pair, messages, kept)
 
     def _kept_of(self, row: Row) -> tuple[tuple[Any, ...] | None, Problem | None]:
-        """The values of the columns to keep, or why they cannot be written."""
+        """Returns the values of the columns to keep, or why they cannot be written."""
         found = []
         for name in self.kept:
             try:
@@ -163,7 +163,7 @@ class Inputs:
 
 
 def _columns_to_keep(source: Source, wanted: tuple[str, ...]) -> list[str]:
-    """The columns that are named; `all` names each that has a name. Raises `SetupError` for one that is not there."""
+    """Returns the columns to keep; `all` stands for every column with a name. Raises `SetupError` for a missing one."""
     if isinstance(source, JsonLinesSource) and wanted:
         source.look_for_columns()
     if tuple(wanted) == ("all",) and "all" not in (source.columns or []):
@@ -172,7 +172,7 @@ def _columns_to_keep(source: Source, wanted: tuple[str, ...]) -> list[str]:
 
 
 def _as_json(value: Any) -> Any:
-    """A value as JSON has it, which knows neither NaN nor infinity: data frames have NaN where there is no value."""
+    """Converts a value to JSON, which has neither NaN nor infinity: data frames have NaN for missing values."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -183,13 +183,13 @@ def _as_json(value: Any) -> Any:
 
 
 def messages_in(value: Any, may_be_text: bool = False) -> tuple[dict[str, Any], ...] | None:
-    """The messages of a conversation, which is a list of them; None if it is none.
+    """Returns the messages of a conversation, which is a list of them; None if it is none.
 
-    Each has a role and a text as its content.
+    Each message has a role and a text as its content.
 
     Args:
-        may_be_text: it may be JSON in a text, as in a table whose cells are nothing else. Elsewhere a text is a prompt,
-            whatever is in it.
+        may_be_text: the value may be JSON in a text, as in a table whose cells are all text. Elsewhere, a text is a
+            prompt, whatever it contains.
     """
     if may_be_text and isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -201,7 +201,7 @@ def messages_in(value: Any, may_be_text: bool = False) -> tuple[dict[str, Any], 
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             return None
-    # Columns of structures have all fields of all messages, without a value where a message has none.
+    # In columns of structures, every message has the fields of all messages, without a value where it has none.
     return tuple({name: part for name, part in message.items() if part is not None} for message in value)
 
 
@@ -238,7 +238,7 @@ def _open_references(path: str) -> Source:
 
 
 def _references(source: Source) -> Iterator[str]:
-    """The texts of references, of which all must be good."""
+    """Yields the texts of references. Raises `SetupError` for the first bad one."""
     for row in source.rows():
         value = next(iter(row.fields.values()), None)
         # An empty CSV or JSON line is an empty reference, which is allowed.

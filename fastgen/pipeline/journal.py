@@ -1,10 +1,11 @@
-r"""The journal: what makes a run resumable.
+r"""The journal, which makes a run resumable.
 
 `OUTPUT.partial` is a file to which every finished batch is appended as **one line**: JSON, a tab, and a checksum. So a
-batch is either wholly there or not there at all; a line that a kill has cut short is dropped when the run is resumed,
-and whatever is behind a damaged one. Its first line records the settings that decide what the output is, and a run with
-others is refused. When the run is complete, the output file is written from the journal in input order and put in place
-by a rename: nobody ever sees half an output, and an interrupted run ends in the same file as one that was not.
+batch is either wholly there or not there at all; on resuming, a line that a kill has cut short is dropped, and so is
+everything after a damaged line. The first line records the settings that decide what the output is; a run with other
+settings is refused. When the run is complete, the output file is written from the journal in input order and put in
+place by a rename: half an output is never visible, and an interrupted run ends with the same file as an uninterrupted
+one.
 
     {"journal": 3, "settings": {...}, "environment": {...}, "plan": {...}}
     {"window": {"index": 0, "start": 0, "count": 1024, "batches": 64, "bad": [...]}}
@@ -12,7 +13,7 @@ by a rename: nobody ever sees half an output, and an interrupted run ends in the
     {"finishing": "OUTPUT, or the file of the scores or of the report, seen from the journal's directory"}
     {"finished": "a digest of that file, which is about to be put in place"}
 
-A file of that name that does not begin like this is somebody else's: it is neither read nor replaced.
+A file of that name that does not begin like this belongs to another program: it is neither read nor replaced.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from fastgen.pipeline.records import Result
 VERSION = 3
 Values = Mapping[str, Any]
 Check = Callable[["Left | None"], object]
-_FIRST = b'{"journal": '  # how every journal begins
+_FIRST = b'{"journal": '  # the beginning of every journal
 _REMEDY = "move it away or restore it, or start over with --overwrite"
 
 
 class Collector:
-    """Turns batches, which come in the order in which they are worked on, into records in input order.
+    """Turns batches, which come in the order in which they are processed, into records in input order.
 
-    Every method raises `SetupError` where windows and batches do not fit together: records would be lost.
+    Every method raises `SetupError` if windows and batches do not fit together, because records would be lost.
 
     Args:
-        source: where they come from, for the message.
+        source: the origin of the batches, for messages.
     """
 
     def __init__(self, source: object = "the output") -> None:
@@ -58,7 +59,7 @@ class Collector:
         self._results: dict[int, Result] = {}
 
     def take(self, entry: Mapping[str, Any]) -> list[Result]:
-        """Take an entry of the journal; the records are returned of the window that it completes."""
+        """Takes an entry of the journal; returns the records of the window that it completes."""
         if "window" in entry:
             return self.open(Window(**entry["window"]))
         if "batch" in entry:
@@ -66,14 +67,14 @@ class Collector:
         return []
 
     def open(self, window: Window) -> list[Result]:
-        """Begin a window; its records are returned at once if it has no batches."""
+        """Begins a window; returns its records at once if it has no batches."""
         self.close(window.start)
         self.end = window.start + window.count
         self._window, self._complete, self._batches, self._results = window, False, set(), {}
         return self._keep(window, window.bad)
 
     def add(self, window: int, index: int, results: list[Result]) -> list[Result]:
-        """Take the results of a batch; all records of the window are returned with its last batch."""
+        """Takes the results of a batch; returns all records of the window with its last batch."""
         if self._window is None or self._window.index != window:
             raise self._damaged("a batch is without its window")
         if index in self._batches:  # a batch that is in the journal twice counts once
@@ -82,7 +83,7 @@ class Collector:
         return self._keep(self._window, results)
 
     def close(self, end: int) -> None:
-        """No more batches come for the window, and the windows so far reach to this position."""
+        """Ends the input: checks that the window has all batches, and that the windows reach to this position."""
         if not self._complete:
             raise self._damaged("a window lacks a batch")
         if self.end != end:
@@ -106,25 +107,25 @@ class Collector:
 
 @dataclass(frozen=True)
 class Left:
-    """What an interrupted run has left: its journal, as far as it can be told without the run's settings."""
+    """What an interrupted run has left: its journal, as far as it can be read without the run's settings."""
 
     path: Path
     finishing: set[str] = field(default_factory=set)
     """The files that it had begun to write under their unfinished names."""
     finished: set[str] = field(default_factory=set)
-    """The digests of those that were complete, which the run may have put in place."""
+    """The digests of complete files, which the run may have put in place."""
 
     def has_begun(self, path: Path) -> bool:
         """Whether the run may have left this file under its unfinished name."""
         return os.path.relpath(path, self.path.parent) in self.finishing
 
     def has_written(self, path: Path) -> bool:
-        """Whether a file is what the run has put in place."""
+        """Whether a file is one that the run has put in place."""
         return path.is_file() and digest(path) in self.finished
 
 
 def find(path: Path) -> Left | None:
-    """What an interrupted run has left at this path, or None. Raises `SetupError` for a file that is no journal."""
+    """Returns what an interrupted run has left at this path, or None. Raises `SetupError` if the file is no journal."""
     if not os.path.lexists(path) or (path.is_file() and not path.stat().st_size):
         return None
     left = Left(path)
@@ -139,13 +140,13 @@ def find(path: Path) -> Left | None:
 
 
 def check_own(path: Path, beginning: bytes) -> None:
-    """Raises `SetupError` for a file that does not begin as those of FastGen do: it must not be replaced."""
+    """Raises `SetupError` for a file that does not begin like FastGen's: it must not be replaced."""
     if not is_own(path, beginning):
         raise SetupError(f"{path} was not written by fastgen: move it away, or choose another OUTPUT")
 
 
 def is_own(path: Path, beginning: bytes) -> bool:
-    """Whether there is a file that begins as those of FastGen do."""
+    """Whether there is a file that begins like FastGen's."""
     if not path.is_file():
         return False
     with open(path, "rb") as handle:
@@ -157,10 +158,10 @@ class Journal:
     """The journal of one run, open for appending and locked against a second run with the same output.
 
     Args:
-        settings: all that decides what the output is. A run with other settings is not resumed.
-        environment: what may change the last digits of a score: it is kept, and differences are told.
-        resume: continue what is there. Otherwise it is dropped, if a run of FastGen's has written it.
-        check: called with what is there, once nobody else can change it. It raises where that must not be replaced.
+        settings: everything that decides what the output is. A run with other settings is not resumed.
+        environment: what may change the last digits of a score. It is stored, and differences are reported.
+        resume: continue what is there. Otherwise it is dropped, if a FastGen run wrote it.
+        check: called with what is there, once no other run can change it. Raises if that must not be replaced.
 
     Raises:
         SetupError: the file is not a journal, is damaged, belongs to other settings, or another run writes it.
@@ -177,16 +178,16 @@ class Journal:
         self.path = path
         self.resumed = Resumed()
         self.plan: dict[str, Any] | None = None
-        """What the interrupted run had decided for itself, or None where there was none."""
+        """The plan of the interrupted run, or None if there was none."""
         self.differences: list[str] = []
-        """How the environment of the interrupted run was another one, such as "threads: 2, now 1"."""
+        """How the environment differs from that of the interrupted run, such as "threads: 2, now 1"."""
         self.count = 0
-        """How many records it had done, those that were skipped among them."""
+        """How many records it had done, including skipped ones."""
         self.errors: list[Result] = []
-        """Those that were skipped, in the order in which they were met."""
+        """The skipped records, in the order in which they were met."""
         self._settings, self._environment = read_back(settings), read_back(environment or {})
         self._end = 0  # the position after its last window
-        # Not emptied before it is locked: it may be another run's.
+        # Not emptied before it is locked: it may belong to another run.
         try:
             self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
@@ -202,7 +203,7 @@ class Journal:
             raise
 
     def _load(self) -> None:
-        """Take over what the file holds and leave its end after the last complete line."""
+        """Reads the file, and positions it after the last complete line."""
         first = self._file.readline()
         if not first.endswith(b"\n"):  # cut short by a kill: nothing was done yet
             self._file.seek(0)
@@ -232,7 +233,7 @@ class Journal:
         self._file.seek(end)
 
     def _take_over(self, first: bytes) -> None:
-        """Compare the first line with the settings of this run, and keep its plan."""
+        """Compares the first line with the settings of this run, and takes its plan."""
         version = re.match(rb'{"journal": (\d+)[,}]', first)
         if version and int(version[1]) != VERSION:
             raise SetupError(f"cannot resume: {self.path} was written by another version of fastgen")
@@ -250,7 +251,7 @@ class Journal:
                 self.differences.append(told)
 
     def begin(self, plan: Mapping[str, Any]) -> None:
-        """Write the first line of a new journal; a resumed one has it, and gets an environment that is another one."""
+        """Writes the first line of a new journal; appends the environment to a resumed one if it differs."""
         if self.plan is None:
             self.plan = dict(plan)
             first = {"settings": self._settings, "environment": self._environment, "plan": self.plan}
@@ -259,11 +260,11 @@ class Journal:
             self._append({"environment": self._environment})
 
     def finishing(self, path: Path) -> None:
-        """Record that a file is about to be written under its unfinished name."""
+        """Records that a file is about to be written under its unfinished name."""
         self._append({"finishing": os.path.relpath(path, self.path.parent)})
 
     def finished(self, unfinished: Path) -> None:
-        """Record what the complete file is, before it is put in place."""
+        """Records the digest of the complete file, before it is put in place."""
         self._append({"finished": digest(unfinished)})
 
     def window(self, window: Window) -> None:
@@ -276,11 +277,11 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         with writing(self.path, RESUMABLE):
             self._file.write(line_of(entry))
-            # Out of this process, so that a kill cannot take it back.
+            # Handed to the system, so that a kill of this process does not lose it.
             self._file.flush()
 
     def results(self) -> Iterator[Result]:
-        """Every record, in input order. Raises `SetupError` where one is missing."""
+        """Yields every record, in input order. Raises `SetupError` if one is missing."""
         collector = Collector(self.path)
         with open(self.path, "rb") as handle:
             for line in handle:
@@ -290,32 +291,32 @@ class Journal:
         collector.close(self._end)
 
     def close(self) -> None:
-        """Release the file and its lock."""
-        # After a failed write this would fail as well. That write has been reported, and half a line is dropped later.
+        """Releases the file and its lock."""
+        # After a failed write this fails as well. That write has been reported, and half a line is dropped later.
         with contextlib.suppress(OSError):
             self._file.close()
 
     def remove(self) -> None:
-        """The run is complete and all of its files are in place."""
-        # While it is locked: unlocked, it may be another run's.
+        """Removes the journal when the run is complete and all of its files are in place."""
+        # While it is locked: unlocked, it may belong to another run.
         self.path.unlink(missing_ok=True)
         self.close()
 
 
 def line_of(entry: Mapping[str, Any]) -> bytes:
-    """An entry as a line."""
+    """Formats an entry as a line."""
     text = encode(entry).rstrip(b"\n")
     return b"%b\t%08x\n" % (text, zlib.crc32(text))
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """A line as an entry; None where it is cut short or damaged."""
+    """Parses a line; returns None if it is cut short or damaged."""
     text, tab, checksum = line.rpartition(b"\t")
     return json.loads(text) if tab and checksum == b"%08x\n" % zlib.crc32(text) else None
 
 
 def check_same(old: Values, new: Values) -> None:
-    """Raises `SetupError` where what a run began with is not what it is to be resumed with, both as JSON has them."""
+    """Raises `SetupError` if a run began with other settings than it is resumed with; both are as read from JSON."""
     for name, was, now in _differences(old, new):
         if name.startswith("model."):
             raise SetupError(f"cannot resume with another model: its {name[6:]} changed since the run began")
@@ -339,10 +340,10 @@ def _short(value: Any) -> str:
 
 
 def lock(handle: BinaryIO, path: Path) -> None:
-    """Lock a file that is open until it is closed. Raises `SetupError` where another run has the lock."""
-    # Without POSIX, or on a file system without locks, as some network mounts are, two runs are not told apart. The
-    # package filelock refuses such a mount, or leaves a file there that outlives a kill; in older releases it empties
-    # the file that it locks, which is the journal itself.
+    """Locks an open file until it is closed. Raises `SetupError` if another run has the lock."""
+    # Without POSIX, or on a file system without locks, such as some network mounts, two runs are not told apart. The
+    # package filelock refuses such a mount, or leaves a file there that outlives a kill; older releases of it empty the
+    # file that they lock, which is the journal itself.
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 
@@ -356,6 +357,6 @@ def lock(handle: BinaryIO, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the file on disk before it takes its final name."""
+    """Flushes the file to disk before it takes its final name."""
     with open(path, "rb") as handle:
         os.fsync(handle.fileno())

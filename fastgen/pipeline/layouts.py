@@ -1,11 +1,11 @@
-"""What the records of a command are in the journal and in each format of its output.
+"""The form of a command's records in the journal and in each format of its output.
 
-A `Layout` is that of one command. `GENERATION` is that of `fastgen-generate`:
+Each command has a `Layout`. `GENERATION` is that of `fastgen-generate`:
 
-- `.txt`: the best output of every record on the line of its number, line breaks within it as spaces. A skipped record
+- `.txt`: the best output of every record on the line of its number, with line breaks in it as spaces. A skipped record
   leaves an empty line.
-- `.jsonl`: an object a record; `scores` holds one for each sequence: the library's own for beam search, otherwise the
-  summed log-probability of its tokens; null where the decoding mode has none. A skipped record is left out.
+- `.jsonl`: an object per record; `scores` holds one for each sequence: the library's own for beam search, otherwise the
+  summed log-probability of its tokens; null if the decoding mode has none. A skipped record is left out.
 - `.csv`, `.tsv`: the best output of a record, its score and its counts of tokens. A skipped record is left out.
 - `.parquet`: the same as `.jsonl`, as columns.
 """
@@ -26,7 +26,7 @@ from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.records import Result
 
 CHUNK = 1 << 20
-# Everything that some program or other takes for the end of a line.
+# Everything that some program treats as the end of a line.
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _PARQUET_ROWS = 8192
 _EXACT = 2**53  # a float holds every integer up to this one
@@ -34,24 +34,24 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON that keeps the text readable; values JSON does not know (dates as record ids) become strings."""
+    """Returns compact JSON with readable text; values that JSON does not know (dates as record ids) become strings."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def read_back(value: Any) -> Any:
-    """A value as it is read from JSON that was written of it."""
+    """Returns a value as it is after a round trip through JSON."""
     return json.loads(dumps(value))
 
 
 def encode(value: Any) -> bytes:
-    """A line of JSON. Half of a surrogate pair, which UTF-8 has no bytes for, becomes its JSON escape."""
+    """Returns a line of JSON. Half of a surrogate pair, which UTF-8 cannot represent, becomes its JSON escape."""
     return dumps(value).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def cells(values: Iterable[Any], delimiter: str = ",") -> bytes:
-    """A line of a CSV file. What is neither text nor a number is JSON."""
+    """Returns a line of a CSV file. Values that are neither text nor numbers are written as JSON."""
     line = io.StringIO()
-    # With both characters as the line's end, a field that has one of them is quoted in every release of Python.
+    # With both characters as line terminator, every release of Python quotes a field that contains one of them.
     csv.writer(line, delimiter=delimiter, lineterminator="\r\n").writerow(map(_cell, values))
     return line.getvalue()[:-2].encode("utf-8", "backslashreplace") + b"\n"
 
@@ -61,26 +61,26 @@ def _cell(value: Any) -> Any:
 
 
 class Layout:
-    """What a record that was not skipped is in the journal and in the output.
+    """The form of a record that was not skipped, in the journal and in the output.
 
-    A subclass says what a result holds beside `position`, `line` and `id`, and may have formats of its own.
+    A subclass defines what a result holds beside `position`, `line` and `id`, and may have formats of its own.
     """
 
     fields: tuple[str, ...]
-    """The names of what is written of a record, in order, where there is all of it."""
+    """The names of a record's output fields, in order, if it has all of them."""
     optional: frozenset[str] = frozenset()
-    """Those that are left out of an output without any record."""
+    """Fields that are left out of an output without any record."""
     has_id = True
-    """Whether the column `id` is that of the records' ids."""
+    """Whether the column `id` holds the records' ids."""
     has_numbers = True
-    """Whether these are all integers; otherwise they are text in Parquet."""
+    """Whether all ids are integers; otherwise they are text in Parquet."""
 
     def tokens(self, result: Result) -> int:
-        """How many tokens a result counts for in the progress and in the report."""
+        """Returns how many tokens a result counts for in the progress and in the report."""
         return int(result["input_tokens"])
 
     def column_types(self) -> dict[str, Any]:
-        """The type of pyarrow of each field but the id."""
+        """Returns the pyarrow type of each field except the id."""
         import pyarrow
 
         text, number, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
@@ -92,23 +92,23 @@ class Layout:
         }
 
     def written(self, result: Result) -> dict[str, Any]:
-        """The fields of a record as Parquet has them."""
+        """Returns the fields of a record for Parquet."""
         return {name: result[name] for name in self.fields if name in result}
 
     def plain(self, result: Result) -> dict[str, Any]:
-        """The fields of a record as JSON has them."""
+        """Returns the fields of a record for JSON."""
         return self.written(result)
 
     def look(self, results: Iterable[Result]) -> None:
-        """Sees all records before any is written in Parquet, whose columns have types."""
+        """Examines all records before any is written in Parquet, whose columns have types."""
         self.has_numbers = all("error" in result or type(result["id"]) is int for result in results)
 
     def header(self, form: str) -> bytes:
-        """What a format of lines begins with."""
+        """Returns the beginning of a line format."""
         return b""
 
     def line(self, result: Result, form: str) -> bytes:
-        """A record, skipped or not, in a format of lines."""
+        """Returns a record, skipped or not, in a line format."""
         return b"" if "error" in result else encode(self.plain(result))
 
     def write(self, path: Path, form: str, results: Iterable[Result]) -> None:
@@ -146,12 +146,12 @@ class Layout:
 
 
 def error_line(result: Result) -> bytes:
-    """A skipped record as a line of the error file."""
+    """Returns a skipped record as a line of the error file."""
     return encode({name: result[name] for name in ("line", "position", "id", "error", "message")})
 
 
 def finite(values: Iterable[float]) -> list[float | None]:
-    """Numbers as JSON has them, which knows no NaN and no infinity."""
+    """Converts numbers to JSON, which has no NaN and no infinity."""
     return [value if math.isfinite(value) else None for value in values]
 
 
@@ -159,7 +159,7 @@ class Generation(Layout):
     """Texts of sequences, with their scores.
 
     Args:
-        kept: columns of the input that are written, too, in place of the id, the input and the reference.
+        kept: columns of the input that are also written, in place of the id, the input and the reference.
         output_column: the name of the column of texts.
         with_reference, with_ids: whether records have references, and token ids.
 
@@ -205,7 +205,7 @@ class Generation(Layout):
         return types | {self._text: types["text"]} | kept
 
     def look(self, results: Iterable[Result]) -> None:
-        """The type of each column that is kept: the one that holds all its values, or JSON in a text."""
+        """Finds the type of each kept column: the one that holds all its values, or JSON in a text."""
         if not self._kept:
             super().look(results)
             return
@@ -251,7 +251,7 @@ class Generation(Layout):
 
 
 def _common(kind: Any, values: Sequence[Any]) -> Any:
-    """The type of pyarrow that holds values of a type and these; None if there is none."""
+    """Returns the pyarrow type that holds values of a type and these values; None if there is none."""
     import pyarrow
 
     try:
@@ -263,7 +263,7 @@ def _common(kind: Any, values: Sequence[Any]) -> Any:
 
 
 def _has_empty_struct(kind: Any) -> bool:
-    """Parquet cannot hold an object that has no field in any row."""
+    """Whether a type contains an object without fields, which Parquet cannot hold."""
     import pyarrow
 
     parts = [kind.field(number).type for number in range(kind.num_fields)]

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, checked before anything is done with them."""
+"""Loads a model and its tokenizer, and checks them before they are used."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fastgen.pipeline.readers import quiet_hub
 from fastgen.pipeline.settings import DTYPES, DataOptions
 
 _ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}
-# What a folder with adapters of peft says of them, and where their weights are.
+# The file that describes adapters in a peft folder, and the files of their weights.
 _ADAPTERS = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# What a processor, which makes inputs of more than text, is described in.
+# The files that describe a processor, which makes inputs of more than text.
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _PARTS_OF_PROCESSOR = (*_PROCESSOR_FILES, "video_preprocessor_config.json", "chat_template.json")
-# What the last layer of a classification head is called, of which adapters may have their own.
+# Names of the last layer of a classification head, of which adapters may have their own.
 _LABELS = re.compile(r"(score|classifier|(classifier|classification_head)\.out_proj|logits_proj)\.weight")
-# Names of the hub that could not be asked for files.
+# Hub names whose files could not be requested.
 _out_of_reach: set[str] = set()
 
 
@@ -45,7 +45,7 @@ class Loaded(ABC):
 
     @abstractmethod
     def decisive(self) -> dict[str, Any]:
-        """What else decides the output, beside the model, the tokenizer and the options."""
+        """Returns what else decides the output, beside the model, the tokenizer and the options."""
 
 
 def read_model(
@@ -56,14 +56,14 @@ def read_model(
     unused: str = "",
     folder: str = "",
 ) -> tuple[Any, Any]:
-    """The model that the settings name and its tokenizer. Raises `SetupError` where any of it is damaged.
+    """Loads the model that the settings name and its tokenizer. Raises `SetupError` if any part is damaged.
 
     Args:
-        kind: the class that loads a model with a configuration.
-        seed: for weights that are missing, which are drawn.
-        needed: the kinds of weights that must not be there, by what they are called in messages.
+        kind: returns the class that loads a model with a given configuration.
+        seed: seed for missing weights, which are random.
+        needed: the kinds of weights that must not occur, and their names in messages.
         unused: a part of the model that is not used, whose weights may be missing.
-        folder: where the files are, in the model's directory.
+        folder: folder of the files in the model's directory.
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer
@@ -84,7 +84,7 @@ def read_model(
     with (
         explained(f"model {both_of(settings.model, base)} cannot be loaded", why_not_loaded(base)),
         process_settings.changed(keep_bits=settings.keep_bits),
-        torch.random.fork_rng([]),  # what is drawn later does not depend on this seed
+        torch.random.fork_rng([]),  # later random numbers do not depend on this seed
     ):
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)
@@ -93,9 +93,9 @@ def read_model(
         source, of_source = (name, options) if place == base else (place, {**options, "subfolder": ""})
         tokenizer = _read_tokenizer(AutoTokenizer, source, of_source)
         _check_tokenizer(tokenizer, settings.model if gguf else source)
-        torch.manual_seed(seed)  # a run with weights that are drawn can be repeated
+        torch.manual_seed(seed)  # a run with random weights can be repeated
         before = transformers_logging.get_verbosity()
-        if not settings.allow_missing_weights:  # otherwise the library shows a table of those that are missing
+        if not settings.allow_missing_weights:  # otherwise, the library shows a table of missing weights
             transformers_logging.set_verbosity_error()
         try:
             loaded: Any = chosen.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **options)
@@ -106,7 +106,7 @@ def read_model(
         _check_weights(found, settings, needed, unused, own)
         if base != settings.model:
             of_adapters = model.load_adapter(settings.model)
-            if of_adapters is not None:  # of some releases: those before show a table of what is missing
+            if of_adapters is not None:  # only some releases return it: earlier ones show a table of what is missing
                 _check_weights(of_adapters.to_dict(), settings, needed)
         model = model.eval().to(device)
     if not settings.quiet:
@@ -121,18 +121,18 @@ def is_gguf(model: str) -> bool:
 
 
 def base_of(model: str) -> str:
-    """What holds the configuration and the weights of a model: where it has adapters of peft alone, the model that they
-    were trained for; else itself.
+    """Returns the model that has the configuration and the weights: for a folder with peft adapters alone, the model
+    that they were trained for; otherwise the model itself.
 
     Raises:
-        SetupError: peft is not installed, the adapters do not name their model, or it is not there; or there are
-            adapters, of it or beside it, that are not loaded.
+        SetupError: peft is not installed, the adapters do not name their model, or that does not exist; or adapters, of
+            the model or in its folder, cannot be loaded.
     """
     values = _adapters_in(model)
     if values is None or file_of(model, "config.json"):
         return model
     check_installed("peft", f"model {model}: it has adapters alone, and", "pip install peft")
-    if values.get("alora_invocation_tokens"):  # which only peft's own models look for
+    if values.get("alora_invocation_tokens"):  # only peft's own models look for them
         raise SetupError(f"model {model} has adapters that begin at tokens of the prompt, which are not loaded")
     base = values.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -146,10 +146,11 @@ def base_of(model: str) -> str:
 
 
 def _adapters_in(model: str) -> dict[str, Any] | None:
-    """What a model says of the adapters in it; None where it has none.
+    """Returns the configuration of the adapters in a model's folder; None if it has none.
 
     Raises:
-        SetupError: they are for Megatron: peft would import the module that the file names. Or the file is damaged.
+        SetupError: they are for Megatron, for which peft would import the module that the file names; or the file is
+            damaged.
     """
     path = file_of(model, _ADAPTERS)
     if path is None:
@@ -161,8 +162,8 @@ def _adapters_in(model: str) -> dict[str, Any] | None:
 
 
 def file_of(model: str, name: str, folder: str = "") -> Path | None:
-    """A file of a model: in its directory, or of a hub name, for which it is downloaded; None where it has none."""
-    if os.path.exists(model):  # which says no to a name that cannot be one
+    """Returns a file of a model: in its directory, or downloaded for a hub name; None if the model has no such file."""
+    if os.path.exists(model):  # False for a name that cannot be a path
         path = Path(model, folder, name)
         return path if os.path.isfile(path) else None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -173,7 +174,7 @@ def file_of(model: str, name: str, folder: str = "") -> Path | None:
         known = try_to_load_from_cache(model, name)
         if known is None and model not in _out_of_reach:
             known = hf_hub_download(model, name)
-    except Exception as error:  # of the hub, or of how it is reached: whoever needs the file says what is wrong
+    except Exception as error:  # of the hub or the connection: the code that needs the file reports the problem
         is_absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         if not is_absent:  # asking again may take long
             _out_of_reach.add(model)
@@ -182,9 +183,9 @@ def file_of(model: str, name: str, folder: str = "") -> Path | None:
 
 
 def weights_of_adapters(model: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of what a model's adapters have of each weight, by its name in the model that they were trained for.
+    """Returns the shapes of the adapters' tensors, by their names in the model that they were trained for.
 
-    Layers that were trained as a whole have the names that they have there.
+    Layers that were trained as a whole have the names of that model.
 
     Raises:
         SetupError: the file is damaged.
@@ -204,7 +205,7 @@ def weights_of_adapters(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def labels_of_adapters(model: str) -> int | None:
-    """Of how many labels the classification head is that adapters alone have with them; None where they have none."""
+    """Returns how many labels the classification head has that comes with adapters alone; None without one."""
     if base_of(model) == model:
         return None
     shapes = weights_of_adapters(model).items()
@@ -212,48 +213,48 @@ def labels_of_adapters(model: str) -> int | None:
 
 
 def both_of(model: str, base: str) -> str:
-    """A model, and what it is based on, for a message."""
+    """Returns a model's name, and that of its base model, for a message."""
     return model if base == model else f"{model} (adapters for {base})"
 
 
 def source_of(model: str, file: str) -> str:
-    """Where a file of a model is: beside its adapters, or else with the model that they were trained for."""
+    """Returns where a file of a model is: beside its adapters, or else with the model that they were trained for."""
     base = base_of(model)
     return model if base == model or file_of(model, file) else base
 
 
 def tokenizer_of(model: str) -> str:
-    """Where the tokenizer of a model is."""
+    """Returns where the tokenizer of a model is."""
     return source_of(model, "tokenizer_config.json")
 
 
 def processor_of(model: str) -> str | None:
-    """Where the files are of what makes a model's inputs of more than text; None where there are none."""
+    """Returns where the files of a model's processor (for inputs of more than text) are; None if there are none."""
     places = dict.fromkeys((model, base_of(model)))
     return next((place for place in places if any(file_of(place, name) for name in _PROCESSOR_FILES)), None)
 
 
 def processor_files_of(model: str) -> list[Path]:
-    """The files that describe what makes a model's inputs of more than text."""
+    """Returns the files that describe a model's processor (for inputs of more than text)."""
     place = processor_of(model)
     parts = [] if place is None else [file_of(place, name) for name in _PARTS_OF_PROCESSOR]
     return [part for part in parts if part is not None]
 
 
 def sentence_files_of(model: str) -> str:
-    """Where the files of sentence-transformers are that belong to a model."""
+    """Returns where the sentence-transformers files of a model are."""
     return source_of(model, "modules.json")
 
 
 def address(model: str) -> tuple[str, dict[str, str]]:
-    """What the library's `from_pretrained` takes for a model: a name, and options; a GGUF file is one of the latter."""
+    """Returns the arguments of the library's `from_pretrained` for a model: a name, and options such as a GGUF file."""
     if is_gguf(model):
         return str(Path(model).parent), {"gguf_file": Path(model).name}
     return model, {}
 
 
 def why_not_loaded(model: str) -> Callable[[Exception], str]:
-    """What says why loading has failed. Of a name that is no folder here, the library says where it looked instead."""
+    """Returns a function that tells why loading failed; the library's message does not if the name is no folder."""
 
     def reason(error: Exception) -> str:
         if isinstance(error, OSError) and not Path(model).exists() and "connect" in str(error):
@@ -264,7 +265,7 @@ def why_not_loaded(model: str) -> Callable[[Exception], str]:
 
 
 def _how_loaded(model: Any, stored: Any) -> str:
-    """A line about the weights of a model.
+    """Returns a line about the weights of a model.
 
     Args:
         stored: "gguf", or the `quantization_config` of a checkpoint, or None.
@@ -281,19 +282,19 @@ def _how_loaded(model: Any, stored: Any) -> str:
     return f"{line}, as Transformers loads {method} (--keep-bits keeps weights in their bits)"
 
 
-# Files of which a tokenizer is read, beside those that a class names, which are called much like these.
+# Files that a tokenizer is read from, and patterns that match the files that tokenizer classes name.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json")
 _LIKE_TOKENIZER_FILES = ("*vocab*", "*merges*", "*bpe*", "*.model", "*.spm", "*.tiktoken", "token*.py")
 
 
 def _read_tokenizer(reader: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """A model's tokenizer. Raises `SetupError` where there is none, or its files are damaged."""
+    """Loads a model's tokenizer. Raises `SetupError` if there is none, or its files are damaged."""
     try:
         return reader.from_pretrained(name, **options)
-    except (OSError, ImportError):  # of the hub, and of packages that it needs: these say what to do
+    except (OSError, ImportError):  # of the hub, or of a missing package: these messages say what to do
         raise
     except Exception as error:
-        # Without any file the library says that a package is missing.
+        # Without any file, the library reports a missing package.
         folder = Path(name, options.get("subfolder", ""))
         is_local = folder.is_dir() and "gguf_file" not in options
         if is_local and not any(any(folder.glob(like)) for like in (*_TOKENIZER_FILES, *_LIKE_TOKENIZER_FILES)):
@@ -306,8 +307,8 @@ def _without_tokenizer(name: str) -> SetupError:
 
 
 def _check_tokenizer(tokenizer: Any, name: str) -> None:
-    """Raises `SetupError` where the library made a tokenizer without the files that belong to it."""
-    # Of special tokens alone, or of these and "▁". A tokenizer of bytes has no files.
+    """Raises `SetupError` if the library made a tokenizer without the files that belong to it."""
+    # Such a tokenizer has only special tokens, or these and "▁". A byte tokenizer has no files.
     named = {*getattr(tokenizer, "vocab_files_names", {}).values()} - {"tokenizer_config.json"}
     known = {*named, *_TOKENIZER_FILES}
     ordinary = set(tokenizer.get_vocab()) - {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -317,7 +318,7 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises `SetupError` where it cannot be read or is none."""
+    """Returns the JSON object in a file. Raises `SetupError` if it cannot be read or is no object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -336,7 +337,7 @@ def _check_weights(
     unused: str = "",
     there: Container[str] = (),
 ) -> None:
-    """Raises `SetupError` where the files have too few weights, or weights that the model has no place for.
+    """Raises `SetupError` if the files have too few weights, or weights that the model has no place for.
 
     Args:
         there: weights that come from other files.
@@ -354,7 +355,7 @@ def _check_weights(
 
 
 def check_path(name: str, gguf: bool = False) -> None:
-    """A SetupError where a path is given that no model can be at. Done before anything slow is imported.
+    """Raises SetupError for a path that cannot be a model's. Called before anything slow is imported.
 
     Args:
         gguf: whether it may be a GGUF file.
@@ -369,7 +370,7 @@ def check_path(name: str, gguf: bool = False) -> None:
 
 
 def choose_device(name: str | None) -> Any:
-    """The device asked for, or the best there is."""
+    """Returns the device asked for, or the best available one."""
     import torch
 
     if name is None:
@@ -389,7 +390,7 @@ def _once(told: set[str], record: logging.LogRecord) -> bool:
 
 
 def quiet_transformers(quiet: bool) -> None:
-    """No progress bars of the library's own beside ours, and every warning once (with `quiet`, none)."""
+    """Disables the library's progress bars, and shows each of its warnings once (with `quiet`, never)."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Work on texts after the model, in worker processes: detokenising and metrics.
+"""Processes texts after the model, in worker processes: detokenising and metrics.
 
 Both are written in Python and would hold the interpreter lock that the model needs. Workers are spawned, not forked,
 because the parent has threads and may use CUDA. They import neither torch nor transformers, and end when their parent
@@ -47,7 +47,7 @@ def _measure(name: str) -> Callable[[str, str], list[float]]:
     if name == "rouge":
         from rouge_score.rouge_scorer import RougeScorer
 
-        # With the stemmer, as the Transformers summarisation script has it.
+        # With the stemmer, as in the Transformers summarisation script.
         scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
         return lambda text, reference: [score.fmeasure for score in scorer.score(reference, text).values()]
     metric = _sacrebleu(name)
@@ -62,14 +62,14 @@ class MetricTotals:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, statistics: Mapping[str, Sequence[float]]) -> None:
-        """Add one output. The last digit of ROUGE depends on the order, so outputs are added in input order."""
+        """Adds one output. The last digit of ROUGE depends on the order, so outputs are added in input order."""
         self.samples += 1
         for name, values in statistics.items():
             before = self._sums.get(name, [0] * len(values))
             self._sums[name] = [one + more for one, more in zip(before, values, strict=True)]
 
     def scores(self) -> dict[str, float]:
-        """The corpus scores of all outputs added so far; empty if there is none."""
+        """Returns the corpus scores of all outputs added so far; empty if there is none."""
         scores: dict[str, float] = {}
         for name, sums in self._sums.items():
             if name in ("bleu", "chrf"):
@@ -92,7 +92,7 @@ class PostprocessJob:
         return self.detokenizer is not None or bool(self.metrics)
 
     def check(self) -> None:
-        """Raises `SetupError` where a package is not installed that the detokenizer or a metric needs."""
+        """Raises `SetupError` if a package is not installed that the detokenizer or a metric needs."""
         if self.detokenizer:
             check_installed("sacremoses", "the moses detokenizer")
         for name in self.metrics:
@@ -170,19 +170,19 @@ def _process(item: Any) -> Any:
 
 
 def default_workers() -> int:
-    """One worker for four cores, at least 1 and at most 4: that is enough for any model that such a machine runs."""
+    """Returns one worker for every four cores, from 1 to 4: enough for any model that such a machine runs."""
     return max(1, min(4, (os.cpu_count() or 1) // 4))
 
 
 class PostProcessor(Generic[Item, Done]):
-    """Hands items to worker processes. Without workers, a thread does the work.
+    """Distributes items to worker processes. Without workers, a thread does the work.
 
     Args:
-        make: creates the function that does the work. It is called in the worker.
+        make: creates the function that does the work. Called in the worker.
         workers: the number of processes.
         start: how they are started. "spawn" works on every system; `make` must be picklable, and the worker imports
             what it needs. "fork" copies the parent with its modules; the parent must not have threads yet, and workers
-            must not use a device. There are no workers where the system has no fork.
+            must not use a device. On a system without fork, there are no workers.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class PostProcessor(Generic[Item, Done]):
             self._pool, self._work = ThreadPoolExecutor(1), make()
 
     def submit(self, item: Item) -> Future[Done]:
-        """The future result of an item. A single worker takes the items in order."""
+        """Returns the future result of an item. A single worker processes the items in order."""
         return self._pool.submit(self._work, item)
 
     def close(self) -> None:
-        """End the workers. Work that has not begun is dropped."""
+        """Ends the workers. Work that has not begun is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)

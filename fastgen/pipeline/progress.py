@@ -1,4 +1,4 @@
-"""How far a run is, on standard error: a bar on a terminal, otherwise a line a minute; quiet, nothing."""
+"""Shows the progress of a run on standard error: a bar on a terminal, otherwise a line a minute; if quiet, nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SECONDS_BETWEEN_REFRESHES = 0.1
 
 
 class Progress:
-    """Counts what is done, with a rate of one's own beside it.
+    """Counts finished items, and shows a rate given by the caller.
 
     Args:
         unit: what is counted, in the plural.
-        total: how many there are; None where nobody knows.
-        already: how many were done before. They have taken no time, so they say nothing of what is left.
+        total: the total number; None if unknown.
+        already: how many were done before. They took no time, so the estimate of the remaining time ignores them.
     """
 
     def __init__(self, unit: str, total: int | None, already: int = 0, quiet: bool = False) -> None:
@@ -30,7 +30,7 @@ class Progress:
         self._shared = threading.Lock()
 
     def add(self, count: int = 1, rate: str = "") -> None:
-        """So many more are done. Any thread may say so."""
+        """Adds finished items. Any thread may call it."""
         with self._shared:
             self._done += count
             now = time.monotonic()
@@ -44,7 +44,7 @@ class Progress:
                 print(self._line(now - self._start, rate), file=sys.stderr)
 
     def close(self) -> None:
-        """The bar stays where it is."""
+        """Stops the bar, which stays visible."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -72,9 +72,9 @@ def _bar(unit: str, total: int | None, already: int) -> Any:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"), TimeElapsedColumn())
     more = (TextColumn("left"), TimeRemainingColumn(compact=True), TextColumn("{task.fields[rate]}"))
-    # Without a thread that draws: processes are forked during a run.
+    # Without a thread that draws, because processes are forked during a run.
     console = Console(stderr=True)
-    # What the user prints stays where it goes.
+    # The user's own output is not redirected.
     bar = Bar(*columns, *more, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
     bar.add_task("", total=total, completed=already, unit=unit, rate="")
     bar.start()

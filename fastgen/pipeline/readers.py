@@ -1,6 +1,6 @@
-"""Reading inputs row by row, in all formats.
+"""Reads inputs row by row, in all formats.
 
-A reader does not stop at a bad row. It yields the row with a `problem` and the line number in the file, and goes on.
+A reader does not stop at a bad row: it yields the row with a `problem` and the line number in the file, and goes on.
 No reader holds more than a small part of the file in memory.
 """
 
@@ -25,17 +25,17 @@ from fastgen.pipeline.records import Problem, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 
 CHUNK = 1 << 20
-# To count the records of a CSV file is to parse all of it. Larger files are not counted; the progress shows no total.
+# Counting the records of a CSV file means parsing all of it. Larger files are not counted; the progress shows no total.
 COUNT_CSV_UP_TO = 64 << 20
-# Characters of a text, and bytes of a line. A text of more would take minutes until it is found to be too long for any
-# model, and a file without line ends, or with a quote that is not closed, would be read into memory.
+# Limit for the characters of a text, and the bytes of a line. It would take minutes to find that a longer text is too
+# long for any model, and a file without line ends, or with an unclosed quote, would be read into memory.
 LONGEST_TEXT = 1 << 26
-# A JSON lines file has no header. Its columns are those of its first rows, of this many.
+# A JSON lines file has no header. Its columns are those of its first rows, up to this many.
 PEEK_ROWS = 100
 ROWS_AT_ONCE = 1024
 _COMPRESSED = re.compile(rb"\x1f\x8b|BZh[1-9]1AY&|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04")
-# How files in other encodings begin: with a mark, of which UTF-32 has one that begins with one of UTF-16, or with the
-# zeros that are in their ASCII characters.
+# The first bytes of files in other encodings: a mark (one of UTF-32's begins with one of UTF-16's), or the zeros in
+# their ASCII characters.
 _ENCODINGS = {
     "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff|[^\0]\0\0\0|\0\0\0[^\0]"),
     "UTF-16": re.compile(rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]"),
@@ -43,11 +43,11 @@ _ENCODINGS = {
 
 
 class FileSource:
-    """A file, or standard input. As it is, it reads text: each line is an input. Each other format is a subclass."""
+    """A file, or standard input. This class reads text: each line is an input. Each other format is a subclass."""
 
     columns: list[str] | None = ["text"]
     needed: list[str] | None = None
-    """Columns that are enough, for formats in which others cost time."""
+    """Columns that are sufficient, for formats in which others cost time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,15 +63,15 @@ class FileSource:
             raise SetupError(f"cannot read {name}: {error.strerror or error}") from error
 
     def open(self) -> contextlib.AbstractContextManager[BinaryIO]:
-        """The bytes of the file; standard input is never closed."""
+        """Opens the file's bytes; standard input is never closed."""
         if self.name != STANDARD_STREAM:
             return open(self.name, "rb")
         with contextlib.suppress(AttributeError, OSError, ValueError):
             return open(sys.stdin.fileno(), "rb", closefd=False)
-        return contextlib.nullcontext(sys.stdin.buffer)  # of a stand-in that has no descriptor
+        return contextlib.nullcontext(sys.stdin.buffer)  # a stand-in without a descriptor
 
     def rows(self) -> Iterator[Row]:
-        r"""The rows in order: here the lines, as `text`. Only \n ends a line: a text may have the others of Unicode."""
+        r"""Yields the rows in order: here lines, as `text`. Only \n ends a line, not Unicode's other line ends."""
         with self.open() as handle:
             for number in itertools.count(1):
                 line = handle.readline(LONGEST_TEXT + 1)
@@ -93,7 +93,7 @@ class FileSource:
                 yield row
 
     def count(self) -> int | None:
-        """The number of rows; None where counting would take long, and for standard input, which is read once."""
+        """Returns the number of rows; None if counting would take long, and for standard input, which is read once."""
         if self.name == STANDARD_STREAM:
             return None
         lines, last = 0, b"\n"
@@ -104,7 +104,7 @@ class FileSource:
         return lines + (last != b"\n")
 
     def identity(self) -> dict[str, Any]:
-        """What the journal keeps, so that a run is not resumed with another input: the size, and a digest of all of it.
+        """Returns what the journal keeps to refuse another input on resuming: the size, and a digest of the whole file.
 
         A digest takes a second for a gigabyte, which a model reads for hours.
         """
@@ -124,7 +124,7 @@ class JsonLinesSource(FileSource):
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
     def look_for_columns(self) -> None:
-        """Finds the columns of all rows, which takes a pass over the file. Of standard input they are those known."""
+        """Finds the columns of all rows, which takes a pass over the file. For standard input they stay as known."""
         if self.name != STANDARD_STREAM:
             self.columns = list(dict.fromkeys(name for row in self._parsed() for name in row.fields)) or None
 
@@ -154,17 +154,17 @@ def _json_row(line: int, text: str) -> Row:
 class CsvSource(FileSource):
     """Comma- or tab-separated values with a header line.
 
-    Read by the csv module under its strict rules. (pyarrow.csv accepts quotes that are not closed, numbers rows instead
-    of lines, and gives up at a cell that is longer than its block.) A record that cannot be parsed is bad on its first
-    line, and reading goes on with the line after that one: a quote that is not closed costs one line, not the file.
-    Blank lines at the end, which exports and editors leave, are no records.
+    Read by the csv module under its strict rules. (pyarrow.csv accepts unclosed quotes, numbers rows instead of lines,
+    and gives up at a cell that is longer than its block.) A record that cannot be parsed is bad on its first line, and
+    reading goes on with the line after that one: an unclosed quote costs one line, not the file. Blank lines at the
+    end, which exports and editors leave, are no records.
     """
 
     def __init__(self, name: str, delimiter: str = ",") -> None:
         super().__init__(name)
         self._delimiter = delimiter
         with open(name, "rb") as handle:
-            # Where lines end with \n, a carriage return in a row is no end of it. A file may have nothing else.
+            # If lines end with \n, a carriage return in a row does not end it. Otherwise it may be the line end.
             self._newline = "\n" if b"\n" in handle.read(CHUNK) else ""
         csv.field_size_limit(LONGEST_TEXT)
         header = next(self._records(), (1, []))[1]
@@ -176,7 +176,7 @@ class CsvSource(FileSource):
         _check_names(name, header)
 
     def _records(self) -> Iterator[tuple[int, list[str] | Problem]]:
-        """The line on which each record starts, and its cells."""
+        """Yields the line on which each record starts, and its cells."""
         # Bytes that are not UTF-8 come through as surrogates, which the check of the text finds.
         with open(self.name, encoding="utf-8-sig", errors="surrogateescape", newline=self._newline) as text:
             taken: list[str] = []  # lines of the current record, which may have to be read again
@@ -208,8 +208,8 @@ class CsvSource(FileSource):
                     line += len(taken)
 
     def _records_to_the_last(self) -> Iterator[tuple[int, list[str] | Problem]]:
-        """Those in front of the blank lines at the end of the file."""
-        blank = range(0)  # lines that are empty as far as the file has been read
+        """Yields the records before the blank lines at the end of the file."""
+        blank = range(0)  # consecutive empty lines before the current position
         for line, cells in self._records():
             if cells == []:
                 blank = range(blank.start if blank else line, line + 1)
@@ -240,7 +240,7 @@ class CsvSource(FileSource):
 
 
 def _bare(cell: str) -> str:
-    """A cell without the mark that an export begins with, and without spaces and quotes around it."""
+    """Returns a cell without an export's byte order mark, and without surrounding spaces and quotes."""
     return cell.strip("\ufeff \t").strip('"')
 
 
@@ -255,7 +255,7 @@ def _rows_of(tables: Iterable[Any]) -> Iterator[Row]:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column, with a `Problem` for each one that Python cannot hold."""
+    """Returns the values of a column, with a `Problem` for each one that Python cannot hold."""
     try:
         return column.to_pylist()
     except Exception:
@@ -332,7 +332,7 @@ class DatasetSource:
         return len(self._data)
 
     def identity(self) -> dict[str, Any]:
-        # The fingerprint is the library's: of what the data set was made of, and how.
+        # The library's fingerprint covers what the data set was made from, and how.
         named = {"name": self.name, "config": self._config, "split": self._split}
         fingerprint = getattr(self._data, "_fingerprint", None)
         return named | {"rows": len(self._data), "columns": self.columns, "fingerprint": fingerprint}
@@ -342,7 +342,7 @@ Source = FileSource | DatasetSource
 
 
 def open_source(path: str, input_format: str = "auto", config: str | None = None, split: str | None = None) -> Source:
-    """The reader for INPUT. Its format is the one given, or follows from its name and from what it is on disk."""
+    """Returns the reader for INPUT. Its format is given, or follows from its name and from what it is on disk."""
     chosen = input_format
     suffix = TEXT_SUFFIXES.get(Path(path).suffix.lower())
     if chosen == "auto":
@@ -366,7 +366,7 @@ def open_source(path: str, input_format: str = "auto", config: str | None = None
 
 
 def _text(path: str) -> str:
-    """The format of a file whose name says none. Raises `SetupError` for .json, whose lines are hardly texts."""
+    """Returns the format of a file whose name shows none. Raises `SetupError` for .json, whose layout is unknown."""
     if Path(path).suffix.lower() == ".json":
         raise SetupError(
             f"{path} may be JSON in any layout: where each line is an object, name it .jsonl or give --input-format "
@@ -376,12 +376,12 @@ def _text(path: str) -> str:
 
 
 def quiet_hub() -> None:
-    """Print nothing for each attempt to reach the hub. If all fail, the error says so."""
+    """Silences messages about each attempt to reach the hub. If all fail, the error says so."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _check_names(path: str, columns: list[str]) -> None:
-    """Raises `SetupError` where two columns have one name. Spreadsheets give empty columns empty names: these may."""
+    """Raises `SetupError` if two columns have one name, unless it is empty, as for a spreadsheet's empty columns."""
     counts = Counter(columns)
     repeated = next((name for name in counts if name and counts[name] > 1), None)
     if repeated is not None:
@@ -389,7 +389,7 @@ def _check_names(path: str, columns: list[str]) -> None:
 
 
 def _check_start(path: str, start: bytes) -> None:
-    """Raises `SetupError` where the first bytes show that the file is not UTF-8."""
+    """Raises `SetupError` if the first bytes show that the file is not UTF-8."""
     if _COMPRESSED.match(start):
         raise SetupError(f"{path} is compressed: decompress it first, or through a pipe into standard input (-)")
     found = next((name for name, pattern in _ENCODINGS.items() if pattern.match(start)), None)
@@ -398,7 +398,7 @@ def _check_start(path: str, start: bytes) -> None:
 
 
 def digest(path: Path) -> str:
-    """Of all bytes of a file, as hexadecimal digits: what an input is known by, and an output that was put in place."""
+    """Returns a digest of a file's bytes, in hexadecimal, which identifies an input, or an output in place."""
     found = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as handle:
         while chunk := handle.read(CHUNK):

@@ -1,4 +1,4 @@
-"""What goes through a run: a row as it is stored, the record made of it, and the record's result."""
+"""The data of a run: a row as it is stored, its record, and the record's result."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Result = dict[str, Any]
-"""One record as the journal holds it: `position`, `line` and `id`, and either `text` and what belongs to it, or
-`error` (the kind) and `message`."""
+"""One record in the journal: `position`, `line` and `id`, and either `text` and what belongs to it, or `error` (the
+kind) and `message`.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Row:
 class Record:
     """One input, from the reader to the model. `position` counts from 0; `line` is its line or row in the file, from 1.
 
-    One that is skipped has a problem, and nothing else beside position, line and id.
+    A skipped record has a problem, and nothing else beside position, line and id.
     """
 
     position: int
@@ -51,7 +52,7 @@ class Record:
     ids: Sequence[int] = ()
     """Its tokens, once it has been tokenised."""
     others: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """What else the model gets for each token, such as which of two texts it is of."""
+    """Further model inputs for each token, such as which of two texts it belongs to."""
     truncated: bool = False
     """Whether tokens were cut off, because the model does not take so many."""
 
@@ -59,10 +60,10 @@ class Record:
         return Record(self.position, self.line, self.id, problem=problem)
 
     def named(self) -> Result:
-        """The beginning of its result."""
+        """Returns the beginning of its result."""
         return {"position": self.position, "line": self.line, "id": self.id}
 
     def error(self) -> Result:
-        """The result of one that is skipped."""
+        """Returns the result of a skipped record."""
         assert self.problem is not None
         return self.named() | {"error": self.problem.kind, "message": self.problem.message}

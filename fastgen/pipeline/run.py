@@ -1,4 +1,4 @@
-"""One run, whatever the command: check all that can be checked, load the model, work in stages, and sum up.
+"""One run of any command: checks everything that can be checked, loads the model, works in stages, and sums up.
 
     Run       these steps in their order, and the report
     DataRun   a run over the records of a data set, which keeps a journal
@@ -37,64 +37,66 @@ _RESUMED_ELSEWHERE = (
     "equal, may not be those of a run without interruption"
 )
 Results = Callable[[], list[Result]]
-"""The results of a batch, which may have to be waited for."""
+"""Waits for the results of a batch, and returns them."""
 
 
 @dataclass
 class RunReport:
-    """What a run did. Counts are of the whole output; rates and seconds are of this run, which may have resumed one."""
+    """What a run did. Counts cover the whole output; rates and seconds cover this run, which may have resumed one."""
 
     samples: int = 0
     """Records in the output."""
     skipped: int = 0
-    """Records that were bad, and are in the error file."""
+    """Bad records, which are in the error file."""
     tokens: int = 0
-    """Generated tokens, of all returned sequences; of a command that does not generate, those of the inputs."""
+    """Generated tokens, of all returned sequences; for a command that does not generate, those of the inputs."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The value of each metric that was asked for, by name, on the scale of the package that computes it."""
+    """The value of each metric asked for, by name, on the scale of the package that computes it."""
     metrics_samples: int = 0
-    """Records that the metrics are over."""
+    """Number of records that the metrics cover."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """`load`: imports and model; `generate`: from the first record read to the last batch out of the model;
-    `model`: spent in calls of the model; `waiting_for_input` and `waiting_for_output`: the model stage had nothing
-    to do, or could not hand over what it had done; `finish`: from then until the output was in place."""
+    """`load`: imports and model; `generate`: from the first record read to the last batch leaving the model; `model`:
+    spent in calls of the model; `waiting_for_input` and `waiting_for_output`: the model stage had nothing to do, or
+    could not hand over its results; `finish`: from then until the output was in place.
+    """
     samples_per_second: float = 0.0
     """Records of this run over the seconds of `generate`."""
     tokens_per_second: float = 0.0
-    """The same of tokens."""
+    """Tokens of this run over the seconds of `generate`."""
     waiting_for_input_share: float = 0.0
     """The part of `generate`, 0 to 1, in which the model waited for input."""
     waiting_for_output_share: float = 0.0
-    """The part in which it waited for what comes behind it."""
+    """The part in which it waited for the stages after it."""
     resumed_samples: int = 0
     """Records that an interrupted run had finished."""
     batches: int = 0
-    """How many were made, each a call of the model or, in continuous batching, a row of records."""
+    """Number of batches, each a call of the model or, in continuous batching, a series of records."""
     batch_size: int = 0
-    """Records that were in the model at the same time, at most."""
+    """The most records in the model at the same time."""
     batching: str = "static"
-    """That; "continuous": a record that was done made room for the next; or "adaptive": so it was where static batches
-    would have been far from full."""
+    """"static"; "continuous": a finished record made room for the next; or "adaptive": continuous if static batches
+    would have been far from full.
+    """
     max_tokens: int | None = None
-    """Input tokens in a batch, at most; None without a limit."""
+    """The most input tokens of a batch; None without a limit."""
     out_of_memory: int = 0
     """How many batches did not fit in memory and were split."""
     truncated: int = 0
-    """How many inputs were cut to what the model takes, in a command that counts them."""
+    """How many inputs were cut to the model's limit, for a command that counts them."""
     peak_memory_bytes: int | None = None
-    """The largest resident set of the process, worker processes not counted."""
+    """The largest resident set of the process, without worker processes."""
     peak_device_memory_bytes: int | None = None
     """The most that torch had allocated on the GPU; None on a CPU."""
     model: str = ""
-    """The directory or name that it was loaded from."""
+    """The directory or name that the model was loaded from."""
     device: str = ""
-    """Where it ran."""
+    """The device on which it ran."""
     dtype: str = ""
     """The type of its weights."""
     errors_file: str | None = None
     """The file of skipped records, or None if there are none."""
     notes: list[str] = field(default_factory=list)
-    """What else there is to know, such as that the run was resumed in another environment."""
+    """Further notes, such as that the run was resumed in another environment."""
     versions: dict[str, str] = field(default_factory=dict)
     """Releases of Python, torch, Transformers and FastGen."""
     fastgen: dict[str, Any] = field(default_factory=dict)
@@ -102,20 +104,20 @@ class RunReport:
 
 
 class Run(ABC):
-    """A run of a command, once. A subclass says what the command does at each step."""
+    """A run of a command, once. A subclass defines each step."""
 
     def __init__(self) -> None:
-        # What this run has done; one that was resumed had done more before.
+        # What this run has done, without what a run that it resumes had done before.
         self.samples = self.tokens = self.batches = 0
         self.model_seconds = 0.0
         self.closing = contextlib.ExitStack()
-        """What is closed at the end, however that comes."""
+        """Closed at the end, however the run ends."""
 
     def run(self, begins: Callable[[], None] = lambda: None) -> RunReport:
-        """Everything, from the checks to the report. What is finished is kept whatever happens to the rest.
+        """Runs everything, from the checks to the report. What is finished is kept whatever happens to the rest.
 
         Args:
-            begins: called when all is checked and loaded, and the first output is about to be written.
+            begins: called when everything is checked and loaded, before the first output is written.
         """
         start = time.perf_counter()
         with self.closing:
@@ -151,11 +153,11 @@ class Run(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises `SetupError` where the run cannot work, as far as that is known before anything slow is imported."""
+        """Raises `SetupError` if the run cannot work, as far as that is known before anything slow is imported."""
 
     @abstractmethod
     def load(self) -> None:
-        """Loads the model, and makes ready what works with it. Raises `SetupError` where it cannot be used."""
+        """Loads the model, and prepares what works with it. Raises `SetupError` if it cannot be used."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -166,15 +168,15 @@ class Run(ABC):
         """Puts everything through the stages, and counts it."""
 
     def finish(self) -> None:
-        """Does what is left to do when all batches are recorded."""
+        """Does what remains when all batches are recorded."""
         return
 
     @abstractmethod
     def report(self) -> RunReport:
-        """What the run did, without what `run` knows."""
+        """Returns what the run did, without what `run` adds."""
 
     def complete(self, report: RunReport) -> None:
-        """Writes what is written last."""
+        """Writes the last files."""
         return
 
 
@@ -182,13 +184,13 @@ class DataRun(Run):
     """A run over the records of a data set. Its output and its journal are `Output`, its records `Record`.
 
     Args:
-        model, tokenizer: in memory; otherwise those that the settings name are loaded.
+        model, tokenizer: objects in memory; otherwise those that the settings name are loaded.
     """
 
     options: ClassVar[type[DataOptions]]
     """The class of its settings."""
 
-    # What a subclass sets when it has checked and loaded.
+    # Set by a subclass when it has checked and loaded.
     loaded: Loaded
     layout: Layout
     tokenise: Callable[[Sequence[Record]], list[Record]]
@@ -204,7 +206,7 @@ class DataRun(Run):
 
     @classmethod
     def over(cls, model: Any, input: Any, output: Any, tokenizer: Any, options: dict[str, Any]) -> RunReport:
-        """A run of a function of the library: paths may be objects, and the model may be in memory."""
+        """Runs for a function of the library: paths may be objects, and the model may be in memory."""
         in_memory = not isinstance(model, str | os.PathLike)
         name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
         settings = cls.options(model=name, input=os.fspath(input), output=os.fspath(output), **options)
@@ -220,11 +222,11 @@ class DataRun(Run):
 
     @abstractmethod
     def automatic_batch(self) -> tuple[int, int | None]:
-        """Inputs and tokens of a batch that fit into free memory; None where tokens are not limited."""
+        """Returns inputs and tokens of a batch that fit into free memory; None if tokens are not limited."""
 
     @abstractmethod
     def results(self, done: BatchResult[Any]) -> Results:
-        """Begins to turn what the model returned into results, in a thread behind it. Failed rows are left out."""
+        """Starts turning the model's output into results, in a thread after the model. Failed rows are left out."""
 
     def begin(self) -> None:
         import torch
@@ -271,10 +273,10 @@ class DataRun(Run):
         return timing
 
     def planned(self) -> Iterator[Window | Batch | BatchResult[Any]]:
-        """The windows and their batches that are to be done, or have been done by other processes."""
+        """Yields the windows and batches that are to be done, or that other processes have done."""
         return plan(self.inputs, self.tokenise, self._rules, self._resumed)
 
-    # The stages. A window goes through all of them as it is.
+    # The stages. A window passes through all of them unchanged.
 
     def _compute(self, item: Window | Batch | BatchResult[Any]) -> Window | BatchResult[Any]:
         return self.stage.run(item) if isinstance(item, Batch) else item

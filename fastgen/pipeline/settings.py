@@ -19,11 +19,11 @@ TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "
 INPUT_FORMATS = ("auto", "txt", "jsonl", "csv", "tsv", "parquet", "dataset")
 _OUTPUT_SUFFIXES = TEXT_SUFFIXES | {".npy": "npy"}
 _NOT_STREAMED = ("npy", "parquet")  # formats that are not written from front to back
-# The types of weights, and what torch and Transformers call them.
+# The types of weights, and their names in torch and Transformers.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "auto": "auto"}
 _DTYPES_ELSEWHERE = {"float": "fp32", "half": "fp16"} | {name: own for own, name in DTYPES.items()}
 STANDARD_STREAM = "-"
-# Libraries keep numbers in 64 bits. A limit for texts may be any number: what is beyond is none.
+# Libraries keep numbers in 64 bits. A limit for texts may be any number: a larger one means no limit.
 _LARGEST = 2**63 - 1
 _UNBOUNDED = ("max_length",)
 _CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}
@@ -39,15 +39,15 @@ def option(
     least: int | None = None,
     most: int | None = None,
 ) -> Any:
-    """A field that is an option of the command line as well.
+    """Returns a field that is also a command-line option.
 
     Args:
-        default: what it is where it is not given, or a function that says so.
+        default: the default value, or a function that returns it.
         help: one sentence about it.
         aliases: other names of the option; its own is that of the field.
         group: title of the group of options that begins with this one.
         free: it cannot change the output, so an interrupted run may be resumed with another value.
-        rare: the short page of help leaves it out.
+        rare: the short help page leaves it out.
         least, most: the bounds of a number.
     """
     about = {"help": help, "aliases": aliases, "group": group, "free": free, "rare": rare, "least": least, "most": most}
@@ -66,7 +66,7 @@ class DataOptions:
     OUTPUTS: ClassVar[tuple[str, ...]] = ()
     """The formats of OUTPUT."""
     OTHERWISE: ClassVar[str]
-    """That of a name which says nothing."""
+    """The format if the name of OUTPUT shows none."""
 
     model: str
     """A directory written by `save_pretrained`, a GGUF file, or a hub name."""
@@ -170,15 +170,15 @@ class DataOptions:
         self._check_distinct()
 
     def read(self) -> dict[str, str | None]:
-        """The files that are read, by what they are called in messages."""
+        """Returns the files that are read, by their names in messages."""
         return {"INPUT": None if self.from_stdin or not os.path.exists(self.input) else self.input}
 
     def written_beside(self) -> dict[str, str | None]:
-        """The files that are written when the run is complete, beside OUTPUT and its errors."""
+        """Returns the files that are written when the run is complete, beside OUTPUT and its errors."""
         return {"the report": self.report}
 
     def _check_distinct(self) -> None:
-        """Raises `SetupError` where a file that is written is one that is read, or is written twice."""
+        """Raises `SetupError` if a file that is written is also read, or is written twice."""
         written: dict[str, Any] = self.written_beside()
         if not self.to_stdout:
             own = {
@@ -212,7 +212,7 @@ class DataOptions:
 
     @property
     def resolved_output_format(self) -> str:
-        """The output format asked for, or the one that the file's name says."""
+        """The output format asked for, or the one that the file's name shows."""
         if self.output_format != "auto":
             return self.output_format
         named = _OUTPUT_SUFFIXES.get(Path(self.output).suffix.lower())
@@ -235,18 +235,18 @@ class DataOptions:
 
 
 def unfinished_path(path: Path) -> Path:
-    """Where a file is written before it takes its name. The suffix stays last, for formats that are told by it."""
+    """Returns where a file is written before it takes its name. The suffix stays last, as formats depend on it."""
     path = followed(path)
     return path.with_name(f".{path.name}.unfinished")
 
 
 def followed(path: Path) -> Path:
-    """What a link leads to: the file is replaced, not the link."""
+    """Returns the target of a link: the file is replaced, not the link."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def is_special(path: Path) -> bool:
-    """Whether a path is a device, a pipe or the like, which is written to and cannot be replaced."""
+    """Whether a path is a device, a pipe or the like, which can be written to, but not replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -266,7 +266,7 @@ def among(name: str, value: str | int, allowed: Sequence[str | int]) -> None:
 
 
 def dtype_named(name: str) -> str:
-    """A type of weights by FastGen's name for it, where torch, Transformers or vLLM have another one."""
+    """Returns FastGen's name of a weight type that torch, Transformers or vLLM name differently."""
     return _DTYPES_ELSEWHERE.get(name, name)
 
 
@@ -284,13 +284,13 @@ def check_types(options: Any) -> None:
 
 
 def must_be(value: Any, hint: Any) -> str | None:
-    """What a value must be, in words, that is not of a type; None where it is."""
+    """Returns a description of the type that a value should have; None if it has it."""
     kinds = _kinds(hint)
     return None if any(_is(value, kind) for kind in kinds) else " or ".join(map(_called, kinds))
 
 
 def check_bounds(options: Any) -> None:
-    """Raises `SetupError` for a number that is not within the bounds of its option."""
+    """Raises `SetupError` for a number outside the bounds of its option."""
     for each in dataclasses.fields(options):
         value, least, most = getattr(options, each.name), each.metadata.get("least"), each.metadata.get("most")
         if isinstance(value, int):

@@ -5,7 +5,7 @@
                                            worker processes
 
 The model runs in the calling thread, where Ctrl-C arrives. A few planned batches are kept ready for it. The queues
-behind it are long: finished batches are small, and the model must not wait for their processing. The stages know the
+after it are long: finished batches are small, and the model must not wait for their processing. The stages know the
 order of the items and what happens after a failure; the caller decides what the items are.
 """
 
@@ -49,13 +49,13 @@ def run_stages(
     *,
     read_ahead: bool = True,
 ) -> Timing:
-    """Every planned item goes through `model`, `post` and `record`, in order.
+    """Passes every planned item through `model`, `post` and `record`, in order.
 
-    An interrupt or a failure is raised after all that the model has finished is recorded. The thread of the plan is not
-    waited for: its next item may never come.
+    Raises an interrupt or a failure after everything that the model has finished is recorded. Does not wait for the
+    thread of the plan, whose next item may never come.
 
     Args:
-        model: runs in the thread that calls this.
+        model: runs in the calling thread.
         post: runs in a thread. It may start work in other processes and return a future.
         record: runs in another thread, waits for that work and writes the result.
         read_ahead: read the plan in a thread. Otherwise the calling thread reads it between two batches.
@@ -67,7 +67,7 @@ def run_stages(
     stopped = threading.Event()
     timing = Timing()
     unplanned: list[BaseException] = []  # failures of the plan, after which the other stages finish
-    failed: list[BaseException] = []  # of the others, after which all stop
+    failed: list[BaseException] = []  # failures of the other stages, after which all stop
 
     def planning() -> None:
         try:
@@ -93,14 +93,14 @@ def run_stages(
             timing.waiting_for_output += time.perf_counter() - start
 
     def take(queue: Queue[Any], act: Callable[[Any], None]) -> None:
-        """After a failure items are still taken, so that nobody waits at a full queue, and they are dropped."""
+        """Consumes a queue. After a failure it drops further items, so that nobody waits at a full queue."""
         for item in iter(queue.get, _END):
             try:
                 if not failed:
                     act(item)
             except BaseException as error:
                 failed.append(error)
-                # Wakes the model's stage if that waits for input. If the queue is full it does not wait.
+                # Wakes the model's stage if it waits for input. If the queue is full, it does not wait.
                 with contextlib.suppress(Full):
                     ready.put_nowait(_END)
 
@@ -110,7 +110,7 @@ def run_stages(
 
     stages = {"post": post_processing, "record": lambda: take(writing, record)}
     threads = {
-        # With the settings that count for this thread.
+        # With the settings of this thread.
         name: threading.Thread(target=copy_context().run, args=(stage,), name=f"fastgen-{name}", daemon=True)
         for name, stage in (stages | ({"plan": planning} if read_ahead else {})).items()
     }
@@ -121,7 +121,7 @@ def run_stages(
         try:
             modelling()
         finally:
-            # After a failure too: stop reading, and record all that the model has finished.
+            # Even after a failure: stop reading, and record everything that the model has finished.
             timing.wall = time.perf_counter() - begin
             stopped.set()
             generated.put(_END)

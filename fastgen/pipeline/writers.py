@@ -1,8 +1,8 @@
-"""The two ways in which an output comes about: as a file at the end of the run, and as a stream.
+"""The two kinds of outputs: a file at the end of the run, and a stream.
 
 Nothing that exists is replaced without `overwrite`, and with it only when the run is complete: a run that ends early
-leaves the old output and its error file as they were. The journal goes last, when scores and report are written as
-well, and knows which of the files are the run's own.
+leaves the old output and its error file as they were. The journal is removed last, after scores and report are written,
+and knows which of the files belong to the run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import DataOptions, followed, is_special, unfinished_path
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_ERROR_START = b'{"line": '  # how every line of an error file begins
-_JSON_START = b'{\n  "samples": '  # how scores and report begin
+_ERROR_START = b'{"line": '  # the beginning of every line of an error file
+_JSON_START = b'{\n  "samples": '  # the beginning of scores and report
 
 
 @dataclass
 class Totals:
-    """What a finished output amounts to."""
+    """The totals of a finished output."""
 
     layout: Layout = GENERATION
     samples: int = 0
@@ -54,7 +54,7 @@ class Totals:
 
 
 class FileOutput:
-    """An output file: kept as a journal while the run goes on, written and put in place at its end."""
+    """An output file: kept as a journal during the run, written and put in place at its end."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class FileOutput:
         self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check)
         try:
             unfinished_path(self._path).unlink(missing_ok=True)
-            # The errors of this run begin with what an interrupted run has reported; without errors there is no file.
+            # The errors of this run begin with those of an interrupted run; without errors there is no file.
             settings.errors_partial_path.unlink(missing_ok=True)
             self._report(self.journal.errors)
         except BaseException:
@@ -80,7 +80,7 @@ class FileOutput:
             raise
 
     def _report(self, results: Iterable[Result]) -> None:
-        """Report the skipped records among these at once: whoever watches a long run sees its errors as they come."""
+        """Reports skipped records among these immediately, so that the errors of a long run can be watched."""
         path = self._settings.errors_partial_path
         lines = [error_line(result) for result in results if "error" in result]
         if lines:
@@ -96,7 +96,7 @@ class FileOutput:
         self._report(results)
 
     def finish(self) -> Totals:
-        """Write the output from the journal and put it in place. The journal stays until `complete`."""
+        """Writes the output from the journal and puts it in place. The journal stays until `complete`."""
         totals = Totals(self._layout)
         form = self._settings.resolved_output_format
         errors, errors_partial = self._settings.errors_path, self._settings.errors_partial_path
@@ -114,21 +114,21 @@ class FileOutput:
                 self._layout.look(self.journal.results())
             self._layout.write(unfinished, form, counted())
             if failed:
-                # In input order now, whatever the order in which they were met.
+                # Now in input order, whatever the order in which they were met.
                 errors_partial.write_bytes(b"".join(map(error_line, failed)))
                 sync(errors_partial)
                 os.replace(errors_partial, errors)
             elif self._settings.overwrite:
-                # Those of the output that is replaced.
+                # The errors of the replaced output.
                 errors.unlink(missing_ok=True)
         return totals
 
     def complete(self) -> None:
-        """All that the run writes is in place, so the journal has served its purpose."""
+        """Removes the journal, because everything that the run writes is in place."""
         self.journal.remove()
 
     def drop(self) -> None:
-        """Remove what a run has left that did not get anywhere."""
+        """Removes the files of a run that produced nothing."""
         self.journal.remove()
         self._settings.errors_partial_path.unlink(missing_ok=True)
 
@@ -174,12 +174,12 @@ class StreamOutput:
         self._write(self._collector.add(window, index, results))
 
     def finish(self) -> Totals:
-        """All is written already, but for the header of an output without records."""
+        """Writes the header of an output without records; everything else is written already."""
         self._write([])
         return self._totals
 
     def close(self) -> None:
-        """There is no journal, nothing can be taken back from a stream, and it stays with its owner."""
+        """Does nothing: there is no journal, a stream cannot be taken back, and its owner closes it."""
 
     complete = drop = close
 
@@ -188,9 +188,9 @@ Output = FileOutput | StreamOutput
 
 
 def check_free(settings: DataOptions) -> None:
-    """Raises `SetupError` where a file of the run cannot be written, or would replace something unasked.
+    """Raises `SetupError` if a file of the run cannot be written, or would replace something without being asked.
 
-    A file that FastGen did not write is never replaced, except those that `overwrite` is about: OUTPUT, scores and
+    Files that FastGen did not write are never replaced, except those that `overwrite` covers: OUTPUT, scores and
     report.
     """
     left = None
@@ -206,7 +206,7 @@ def check_free(settings: DataOptions) -> None:
 
 
 def _check_replaced(settings: DataOptions, left: journal.Left | None) -> None:
-    """The part of `check_free` that depends on the files that are there, and on what an interrupted run has left."""
+    """The part of `check_free` that depends on the files that exist, and on what an interrupted run has left."""
     placed = [Path(name) for name in settings.written_beside().values() if name is not None]
     if not settings.to_stdout:
         placed.insert(0, Path(settings.output))
@@ -217,7 +217,7 @@ def _check_replaced(settings: DataOptions, left: journal.Left | None) -> None:
             nothing = "no run is interrupted, so there is nothing to resume"
             raise SetupError(f"{settings.output} exists already, and {nothing} (--overwrite replaces it)")
         for target in (settings.errors_path, settings.errors_partial_path):
-            # With resume as well: without the work file there is no run that these could belong to.
+            # Even with resume: without the work file, these belong to no run.
             if left is None and not settings.overwrite:
                 check_absent(target)
             if os.path.lexists(target):
@@ -226,14 +226,14 @@ def _check_replaced(settings: DataOptions, left: journal.Left | None) -> None:
         check_writable(path)
         if is_special(path):
             continue
-        # A kill may have come when the file was in place already.
+        # A kill may have come when the file was already in place.
         if not settings.overwrite and (left is None or not left.has_written(path)):
             check_absent(path)
         check_unfinished(path, left, b"" if path == Path(settings.output) else _JSON_START)
 
 
 def check_suffix(path: Path, is_chosen: bool = False) -> None:
-    """A SetupError where the name of an output promises what it would not be: compressed, or one JSON value.
+    """Raises SetupError if the name of an output promises another format: compressed, or one JSON value.
 
     Args:
         is_chosen: the format does not follow from the name.
@@ -245,7 +245,7 @@ def check_suffix(path: Path, is_chosen: bool = False) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """A SetupError where no file can be written at a path."""
+    """Raises SetupError if no file can be written at a path."""
     if path.is_dir():
         raise SetupError(f"cannot write {path}: it is a directory")
     if is_special(path):
@@ -256,22 +256,22 @@ def check_writable(path: Path) -> None:
             raise SetupError(f"cannot write {path}: the directory {parent} does not exist")
         writable = os.access(parent, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))
     if not writable:
-        # Without POSIX it is not known.
+        # Without POSIX, this is unknown.
         is_read_only = hasattr(os, "statvfs") and os.statvfs(followed(path).parent).f_flag & os.ST_RDONLY
         raise SetupError(f"cannot write {path}: {'read-only file system' if is_read_only else 'permission denied'}")
 
 
 def check_absent(path: Path, remedy: str = "--overwrite replaces it") -> None:
-    """A SetupError where there is something at a path."""
+    """Raises SetupError if something exists at a path."""
     # A link to nothing would be replaced as well.
     if os.path.lexists(path):
         raise SetupError(f"{path} exists already ({remedy})")
 
 
 def check_unfinished(path: Path, left: journal.Left | None, beginning: bytes = b"") -> None:
-    """A SetupError where the unfinished form of a file is there, and may not be what FastGen has left."""
+    """Raises SetupError if the unfinished form of a file exists that may not be FastGen's."""
     unfinished = unfinished_path(path)
-    # Of a run without a journal only the file itself tells.
+    # For a run without a journal, only the file itself shows it.
     own = beginning and journal.is_own(unfinished, beginning)
     if not own and (left is None or not left.has_begun(path)):
         check_absent(unfinished, "move it away: it may be another program's")
@@ -279,12 +279,12 @@ def check_unfinished(path: Path, left: journal.Left | None, beginning: bytes = b
 
 @contextlib.contextmanager
 def placed(path: Path, journal: Journal | None = None, remedy: str = "") -> Iterator[Path]:
-    """Where to write a file that is to be there as a whole or not at all; it is put in place at the end of the block.
+    """Yields where to write a file that must appear as a whole or not at all; the end of the block puts it in place.
 
-    What is written to and cannot be replaced, such as a pipe, is written to at once.
+    What cannot be replaced, such as a pipe, is written to directly.
 
     Args:
-        journal: of the run that it belongs to, which is told, so that a resumed run knows the file.
+        journal: the run's journal, which records the file, so that a resumed run knows it.
         remedy: what to do when it cannot be written.
     """
     if is_special(path):
@@ -307,7 +307,7 @@ def placed(path: Path, journal: Journal | None = None, remedy: str = "") -> Iter
 
 
 def write_json(name: str, value: Any, journal: Journal | None = None) -> None:
-    """A JSON file for people and programs; for `journal` see `placed`."""
+    """Writes a JSON file for people and programs; for `journal` see `placed`."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
     with placed(Path(name), journal) as unfinished:
         unfinished.write_text(text, encoding="utf-8")

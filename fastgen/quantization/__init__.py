@@ -1,1 +1,1 @@
-"""Low-bit weights: what they are, and the checkpoint formats that hold them; knows no toolkit."""
+"""Low-bit weights, and the checkpoint formats that hold them; independent of any toolkit."""

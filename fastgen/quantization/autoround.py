@@ -1,9 +1,9 @@
 """AutoRound: rounding that is tuned block by block (Cheng et al., 2024, "Optimize Weight Rounding via Signed Gradient
 Descent for the Quantization of LLMs").
 
-The package `auto-round` does it (tested: 0.16.1). It tunes which way each weight of a block is rounded, and how much of
-its range a group covers, so that the block returns what it did in floating point. This module gives it one block at a
-time, with the inputs that calibration has kept, and reads back the quantised values and scales.
+The package `auto-round` implements it (tested: 0.16.1). It tunes in which direction each weight of a block is rounded,
+and how much of its range a group covers, so that the block returns what it did in floating point. This module gives the
+package one block at a time, with the inputs that calibration has kept, and reads back the quantised values and scales.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLACE = "layers.0"  # of the block in the model that the package is given
 
 
 class Call(NamedTuple):
-    """How a block is called on a sample, and what it returned in floating point."""
+    """The arguments of a block for a sample, and its result in floating point."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside this, the package does not tell of every block."""
+    """A context in which the package does not report every block."""
     logger = logging.getLogger("autoround")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -50,17 +50,17 @@ def _quiet() -> Iterator[None]:
 def tune(
     module: nn.Module, kinds: Mapping[str, Kind], calls: Sequence[Call], config: Any, iterations: int
 ) -> dict[str, QuantizedTensor]:
-    """Linear layers of a block with their rounding tuned. The block itself is not changed.
+    """Tunes the rounding of a block's linear layers. The block itself is not changed.
 
     Args:
         module: the block, in any floating dtype. It is tuned in float32.
-        kinds: the grids of the layers, by their names in the block. Others stay as they are.
+        kinds: the grids of the layers, by their names in the block. Other layers are not quantised.
         calls: a call for each sample.
-        config: of the model that the block is from.
+        config: configuration of the block's model.
         iterations: steps, of 8 samples each.
 
     Returns:
-        The layers by name, without those that the package leaves out: it may want sizes of whole 32s.
+        The layers by name, without those that the package leaves out: it may require sizes that are multiples of 32.
     """
     from auto_round import AutoRound
 
@@ -69,7 +69,7 @@ def tune(
     model = _Model(own, calls, config)
     tuning = AutoRound(
         model,
-        tokenizer=SimpleNamespace(pad_token_id=None),  # which the package wants for text of its own
+        tokenizer=SimpleNamespace(pad_token_id=None),  # the package requires one for text of its own
         scheme="W4A16",
         layer_config={f"{_PLACE}.block.{name}": _layer(kind) for name, kind in kinds.items()} | _others(model, kinds),
         iters=iterations,
@@ -82,9 +82,9 @@ def tune(
         amp=False,
         enable_torch_compile=False,
         low_cpu_mem_usage=False,
-        enable_quanted_input=False,  # what the block returns in the end is not asked for
+        enable_quanted_input=False,  # the block's final output is not needed
     )
-    # The block is told the number of a sample. What is in the place of its input is not looked at.
+    # The block gets the number of a sample, and ignores its input.
     unused = torch.zeros(1, 1, 1, device=device)
     inputs = [(((unused,), {"sample": torch.tensor([[number]])}),) for number in range(len(calls))]
     wanted = [_first(call.wanted).float() for call in calls]
@@ -95,7 +95,7 @@ def tune(
 
 
 class _Block(nn.Module):
-    """A block that is called by the number of a sample."""
+    """A block that is called with the number of a sample."""
 
     def __init__(self, block: nn.Module, calls: Sequence[Call]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Model(nn.Module):
     def __init__(self, block: nn.Module, calls: Sequence[Call], config: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList([_Block(block, calls)])
-        self.head = nn.Identity()  # the package takes what is last for the output layer
+        self.head = nn.Identity()  # the package takes the last module for the output layer
         self.config, self.name_or_path = config, ""
 
     @property
@@ -137,14 +137,14 @@ def _wide(value: Any) -> Any:
 
 
 def _first(returned: Any) -> Tensor:
-    """The hidden states, which blocks return alone or before other things."""
+    """Returns the hidden states, which blocks return alone or before other values."""
     found = returned if isinstance(returned, Tensor) else returned[0]
     assert isinstance(found, Tensor)
     return found
 
 
 def _grouped(layer: Any, kind: Kind) -> QuantizedTensor:
-    """A layer as the package leaves it: its weight is scale * (q - zero), rounded to its own dtype."""
+    """Converts a layer that the package has tuned: its weight is scale * (q - zero), rounded to its own dtype."""
     weight: Tensor = layer.weight.detach()
     shape = weight.shape[0], weight.shape[1] // kind.group_size
     scales = layer.scale.to(weight.device).reshape(shape).to(kind.scale_dtype)

@@ -1,8 +1,8 @@
-"""Running samples through a model block by block.
+"""Runs samples through a model block by block.
 
-A block is an element of a list of modules that a forward pass calls once. While a block is worked on, the blocks before
-it are not computed: they return what the last finished block of their list has returned, which is kept for each sample.
-All code between the blocks runs as it is, so nothing is assumed about what a block is given.
+A block is an element of a list of modules that a forward pass calls once. While a block is processed, earlier blocks
+are not computed: they return what the last finished block of their list returned, which is kept for each sample. All
+code between the blocks runs unchanged, so nothing is assumed about the inputs of a block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fastgen.quantization.layers import is_plain_embedding
 
 Forward = Callable[[int], object]
-"""Runs the whole model on the sample of this number."""
+"""Runs the whole model on the sample with this number."""
 
 
 class Block(NamedTuple):
@@ -30,12 +30,12 @@ class Block(NamedTuple):
 
 
 class _Reached(Exception):
-    """No error: the forward pass ends here."""
+    """Ends a forward pass early; not an error."""
 
 
 @contextlib.contextmanager
 def seen_by(hooks: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
-    """Inside this block each of these modules has a hook, which gets it and its arguments before its forward pass."""
+    """A context in which these modules have hooks, called with the module and its arguments before its forward pass."""
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
         yield
@@ -45,10 +45,10 @@ def seen_by(hooks: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterato
 
 
 def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
-    """The blocks of a model that have linear layers, in the order in which the first sample reaches them.
+    """Returns the blocks of a model that have linear layers, in the order in which the first sample reaches them.
 
-    A linear layer is one of exactly `nn.Linear`, whose weight no other module has. Raises ValueError where there are
-    none, or they are not called one after the other.
+    A linear layer is exactly an `nn.Linear`, whose weight no other module has. Raises ValueError if there are no
+    blocks, or if they are not called one after the other.
     """
     candidates = _outermost(model)
     calls: list[str] = []
@@ -68,10 +68,10 @@ def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
 
 
 def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
-    """The output layer as a block of its own, which comes after all others.
+    """Returns the output layer as a block of its own, which comes after all others.
 
-    Where embeddings have its weight, too, it has the name of the first of them. Raises ValueError where there is no
-    such layer that could be quantised.
+    If embeddings share its weight, the layer gets the name of the first of them. Raises ValueError if there is no such
+    layer that could be quantised.
     """
     for name, module in model.named_modules():
         if module is output_layer:
@@ -87,13 +87,13 @@ def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
 
 
 def sharing(model: nn.Module, layer: nn.Module) -> list[str]:
-    """The names of the modules with the weight of this layer, in the order of the model; its own is among them."""
+    """Returns the names of the modules with this layer's weight, in the order of the model; its own is among them."""
     modules = model.named_modules(remove_duplicate=False)
     return [name for name, module in modules if module._parameters.get("weight") is layer.weight]
 
 
 def _outermost(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The elements of all lists of modules that are not within another, with the names of their lists."""
+    """Returns the elements of all lists of modules that are not inside another one, with the names of their lists."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{inner}.") for inner in found):
@@ -115,7 +115,7 @@ def _linears(name: str, module: nn.Module, shared: set[int]) -> dict[str, nn.Lin
 
 
 class Carried:
-    """What the blocks that are finished have returned, for each of so many samples; `forward` takes their numbers."""
+    """The results of the finished blocks for each sample; `forward` takes the samples' numbers."""
 
     def __init__(self, forward: Forward, samples: int) -> None:
         self.samples = samples
@@ -125,14 +125,14 @@ class Carried:
 
     @contextlib.contextmanager
     def _replayed(self, sample: int) -> Iterator[None]:
-        """Inside this block the finished blocks return what is kept for a sample."""
+        """A context in which the finished blocks return what is kept for a sample."""
         modules = [module for finished in self._finished.values() for module in finished]
-        # A module may have a forward of its own already, as wrapped ones have.
+        # A module may already have a forward of its own, as wrapped ones do.
         own = [vars(module).get("forward") for module in modules]
         try:
             for stack, finished in self._finished.items():
                 for module in finished:
-                    # Copied, because the code behind a block may write into what it has returned.
+                    # Copied, because the code after a block may write into its result.
                     module.forward = lambda *_, stack=stack, **__: _copied(self._returned[stack][sample])
             yield
         finally:
@@ -144,9 +144,9 @@ class Carried:
 
     @torch.no_grad()
     def inputs(self, block: Block, sample: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a forward pass on the sample gives the block: its arguments, and those with names.
+        """Returns the positional and keyword arguments that a forward pass on the sample gives the block.
 
-        Raises ValueError where the pass does not reach the block.
+        Raises ValueError if the pass does not reach the block.
         """
         given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -162,15 +162,15 @@ class Carried:
 
     @torch.no_grad()
     def run(self, block: Block) -> Iterator[Any]:
-        """Runs the block on each sample; what it returns."""
+        """Runs the block on each sample, and yields its results."""
         for sample in range(self.samples):
             args, kwargs = self.inputs(block, sample)
             yield block.module(*args, **kwargs)
 
     def finish(self, block: Block) -> list[Any]:
-        """The block is as it will be: keep what it returns now, in place of what the block before it returned.
+        """Keeps the block's present results, which are final, in place of the previous block's.
 
-        That is returned, for each sample.
+        Returns them, for each sample.
         """
         returned = list(self.run(block))
         self._finished.setdefault(block.stack, []).append(block.module)
@@ -180,9 +180,9 @@ class Carried:
 
 @torch.no_grad()
 def check_carried(blocks: Sequence[Block], forward: Forward) -> None:
-    """That blocks are given the same when those before them are replayed as when they are computed.
+    """Checks that blocks get the same inputs whether the blocks before them are replayed or computed.
 
-    Raises ValueError where something other than the block before reaches a block.
+    Raises ValueError if a block gets anything that does not come from the block before it.
     """
     given: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Quantising the linear layers of a block with what its calibration inputs say."""
+"""Quantises the linear layers of a block, using its calibration inputs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Quantised(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Layers with the same input, which have 4 or 8 bits together."""
+    """Layers with the same input, which get 4 or 8 bits together."""
 
     names: tuple[str, ...]
-    gain: float  # what 8 bits take off the sum of their relative output errors
-    weights: int  # how many weights
-    share: float  # bits of a weight's share of a scale
+    gain: float  # how much 8 bits reduce the sum of their relative output errors
+    weights: int  # number of weights
+    share: float  # bits of scale per weight
 
 
 class _Inputs:
-    """What is known of the inputs that some layers of a block share."""
+    """The statistics of inputs that some layers of a block share."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.names: list[str] = []
@@ -66,14 +66,14 @@ def quantise_block(
     wanted: Sequence[Any] = (),
     config: Any = None,
 ) -> dict[str, Quantised]:
-    """The layers of a block by name, quantised. The block itself is not changed.
+    """Quantises the layers of a block, and returns them by name. The block itself is not changed.
 
-    A layer whose in_features no group size divides is left out; see `group_size_of`.
+    Leaves out layers whose in_features no group size divides; see `group_size_of`.
 
     Args:
         step: called after each layer.
-        wanted: what the block returns on each sample in the model as it was: "autoround" comes near to it. Where it is
-            not given, and for layers that AutoRound leaves out, "gptq" is used.
+        wanted: the block's result on each sample in the original model, which "autoround" approximates. Without it, and
+            for layers that AutoRound leaves out, "gptq" is used.
         config: the model's configuration, for "autoround".
 
     Raises:
@@ -86,7 +86,7 @@ def quantise_block(
         if not bool(inputs.hessian.isfinite().all()):
             raise ValueError(f"the inputs of {inputs.names[0]} are NaN or infinite on the calibration text")
         shared = {name: layers[name].weight for name in inputs.names}
-        # Made once for all of them: most of the time goes into it.
+        # Computed once for all of them: it takes most of the time.
         left = shared.keys() - tuned.keys()
         rounding = plan(inputs.hessian, recipe.damping) if recipe.method != "rtn" and left else None
         kind = recipe._replace(bits=8) if recipe.eight.intersection(shared) else recipe
@@ -106,7 +106,7 @@ def quantise_block(
 
 
 def choices_of(block: Block, carried: Carried, recipe: Recipe) -> list[Choice]:
-    """What 8 bits would do for the layers of a block, rounded to the nearest; those that share their input together."""
+    """Returns the gains of 8 bits, rounded to nearest, for a block's layers; those that share inputs are one choice."""
     layers = {name: layer for name, layer in block.linears.items() if group_size_of(layer.in_features, recipe)}
     found = []
     for inputs in _collect(block, carried, layers):
@@ -124,9 +124,9 @@ def choices_of(block: Block, carried: Carried, recipe: Recipe) -> list[Choice]:
 
 
 def most_gaining(choices: Sequence[Choice], bits_per_weight: float) -> frozenset[str]:
-    """The layers that get 8 bits: those that gain most per byte, as long as the average is not above the budget.
+    """Returns the layers that get 8 bits: those that gain most per byte, while the average stays within the budget.
 
-    Raises ValueError where 4 bits with their scales are above it already.
+    Raises ValueError if 4 bits with their scales already exceed it.
     """
     weights = sum(choice.weights for choice in choices)
     used = sum(choice.weights * (4 + choice.share) for choice in choices)
@@ -145,10 +145,11 @@ def most_gaining(choices: Sequence[Choice], bits_per_weight: float) -> frozenset
 
 @torch.no_grad()
 def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe, rounding: Plan | None = None) -> Quantised:
-    """A weight, [N, K], quantised after the recipe, whatever its `max_error`.
+    """Quantises a weight, [N, K], by the recipe, ignoring its `max_error`.
 
-    With "gptq" the best of three is taken: GPTQ on the grid that covers all weights, GPTQ on the grid of the least
-    weighted error, and rounding to nearest. So the error on the calibration inputs is never more than the latter's.
+    With "gptq", takes the best of three: GPTQ on the grid that covers all weights, GPTQ on the grid of the least
+    weighted error, and rounding to nearest. So the error on the calibration inputs is never larger than that of the
+    last.
 
     Args:
         rounding: GPTQ's plan for this Hessian, if there is one already.
@@ -181,7 +182,7 @@ def _measured(quantised: QuantizedTensor, weight: Tensor, hessian: Tensor) -> Qu
 def _tuned(
     block: Block, layers: dict[str, nn.Linear], carried: Carried, recipe: Recipe, wanted: Sequence[Any], config: Any
 ) -> dict[str, QuantizedTensor]:
-    """The layers by name as AutoRound rounds them, without those that it leaves out."""
+    """Returns the layers by name as AutoRound rounds them, without those that it leaves out."""
     own = {name: name.removeprefix(f"{block.name}.") for name in layers}
     kinds = {
         own[name]: _kind(layer.weight, recipe._replace(bits=8) if name in recipe.eight else recipe)
@@ -193,7 +194,7 @@ def _tuned(
 
 
 def group_size_of(k: int, recipe: Recipe) -> int | None:
-    """The largest of the recipe's group size and its halves that divides a layer's K; None where that is small."""
+    """Returns the largest of the recipe's group size and its halves that divides K; None if that is too small."""
     size = recipe.group_size
     while k % size and size % 2 == 0:
         size //= 2
@@ -202,14 +203,14 @@ def group_size_of(k: int, recipe: Recipe) -> int | None:
 
 @torch.no_grad()
 def use(block: Block, quantised: dict[str, QuantizedTensor]) -> None:
-    """Gives the layers of a block what their quantised weights stand for."""
+    """Sets the weights of a block's layers to the dequantised values."""
     for name, weight in quantised.items():
         layer = block.linears[name]
         layer.weight.copy_(dequantized(weight, layer.weight.dtype))
 
 
 def _collect(block: Block, carried: Carried, layers: dict[str, nn.Linear]) -> list[_Inputs]:
-    """The inputs of the layers on all samples; of layers that are given the same tensor, once."""
+    """Collects the inputs of the layers on all samples; once for layers that get the same tensor."""
     found: dict[str, _Inputs] = {}
     leaders: dict[str, _Inputs] = {}
     latest: list[tuple[Tensor, _Inputs]] = []
@@ -217,7 +218,7 @@ def _collect(block: Block, carried: Carried, layers: dict[str, nn.Linear]) -> li
     def hook(name: str) -> Callable[..., None]:
         def seen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else kwargs["input"]
-            if name not in found:  # its first call: it shares what the layer before it was given, or begins anew
+            if name not in found:  # first call: it shares the previous layer's input, or begins a new one
                 same = bool(latest) and latest[0][0] is x
                 found[name] = latest[0][1] if same else leaders.setdefault(name, _Inputs(layers[name]))
                 found[name].names.append(name)

@@ -1,7 +1,7 @@
-"""What every checkpoint format offers, and checks that they share.
+"""The interface of all checkpoint formats, and checks that they share.
 
-A format is read for one layer at a time, from tensors by the names that they have in the file without the layer's own:
-`qweight`, `weight_packed` and so on. What does not fit raises one line that says what, and which tensor.
+A format is read for one layer at a time, from tensors with their names in the file, without the layer's own name:
+`qweight`, `weight_packed` and so on. Any mismatch raises a one-line error that names the tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastgen.quantization.quantized_tensor import BITS, QuantizedTensor
 
-# What is to be done about any of these errors.
+# Advice to the user for all of these errors.
 ADVICE = "the file is damaged or of another format; fetch it again"
 
 
@@ -25,10 +25,11 @@ class Format(ABC):
     """How the weight of a linear layer, [N, K], is stored.
 
     Attributes:
-        name: what reports call it.
-        tensors: that a layer may have in the files, besides a bias; the first of them is in each low-bit layer.
-        writable: whether `write` gives back what was read.
-        group_sizes: that the configuration names; empty if it does not.
+        name: its name in reports.
+        tensors: names of the tensors that a layer may have in the files, besides a bias; each low-bit layer has the
+            first.
+        writable: whether `write` reproduces what was read.
+        group_sizes: group sizes in the configuration; empty if it has none.
     """
 
     name: ClassVar[str]
@@ -37,20 +38,20 @@ class Format(ABC):
     group_sizes: frozenset[int] = field(default=frozenset(), kw_only=True)
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> Format:
-        """The format with what only the values of a layer's tensors tell."""
+        """Returns the format, completed with what only the values of a layer's tensors reveal."""
         return self
 
     @abstractmethod
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedTensor:
-        """The weight in these tensors. Raises ValueError where they do not fit."""
+        """Reads the weight from these tensors. Raises ValueError if they do not fit."""
 
     @abstractmethod
     def write(self, weight: QuantizedTensor) -> dict[str, Tensor]:
-        """The inverse of `read`: all tensors that the format may have, on the same device."""
+        """Inverts `read`: returns all tensors that the format may have, on the same device."""
 
 
 def bits_of(columns: int, words: int, what: str) -> int:
-    """How many bits a value has, if so many columns fill so many words of 32 bits. Raises ValueError if not 4 or 8."""
+    """Returns the bits of a value if this many columns fill this many 32-bit words. Raises ValueError if not 4 or 8."""
     for bits in BITS:
         if -(-columns * bits // 32) == words:
             return bits
@@ -58,7 +59,7 @@ def bits_of(columns: int, words: int, what: str) -> int:
 
 
 def expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """The tensor, which must be there with this shape and one of these dtypes."""
+    """Returns the tensor, which must exist with this shape and one of these dtypes."""
     if tensor is None:
         raise ValueError(f"{name} is missing: {ADVICE}")
     if tensor.shape != shape or tensor.dtype not in dtypes:
@@ -69,9 +70,9 @@ def expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tup
 
 
 def whole_groups(k: int, groups: int, what: str, sizes: Collection[int] = ()) -> int:
-    """The group size, which must divide K.
+    """Returns the group size, which must divide K.
 
-    sizes: those that the configuration names, if it does; -1 or 0 is one group for all of K.
+    sizes: group sizes in the configuration, if any; -1 or 0 means one group for all of K.
     """
     if groups < 1 or k % groups:
         raise ValueError(f"{what} has {groups} groups for {k} in_features, which are no whole groups: {ADVICE}")
@@ -82,7 +83,7 @@ def whole_groups(k: int, groups: int, what: str, sizes: Collection[int] = ()) ->
 
 
 def order_of(groups: Tensor, group_size: int, name: str) -> Tensor | None:
-    """The in_features sorted by the group that each belongs to; None where they are sorted already.
+    """Returns the in_features sorted by the group that each belongs to; None if they are already sorted.
 
     groups: [K], integers. Each group must have `group_size` of them.
     """
@@ -101,7 +102,7 @@ def order_of(groups: Tensor, group_size: int, name: str) -> Tensor | None:
 
 
 def groups_of(weight: QuantizedTensor) -> Tensor:
-    """The group of each in_feature, [K] in int32: what `order_of` reads."""
+    """Returns the group of each in_feature, [K] in int32, as `order_of` reads it."""
     k = weight.qweight.shape[1]
     sorted_groups = torch.arange(k, device=weight.qweight.device, dtype=torch.int32) // weight.group_size
     if weight.order is None:
@@ -110,17 +111,17 @@ def groups_of(weight: QuantizedTensor) -> Tensor:
 
 
 def in_input_order(weight: QuantizedTensor) -> Tensor:
-    """`qweight` with its columns in the layer's own order."""
+    """Returns `qweight` with its columns in the layer's own order."""
     return weight.qweight if weight.order is None else weight.qweight[:, torch.argsort(weight.order)]
 
 
 def unless_symmetric(zeros: Tensor, bits: int) -> Tensor | None:
-    """The zero points; None if all are the middle of the range, which need not be stored."""
+    """Returns the zero points; None if all are the middle of the range, which need not be stored."""
     return None if torch.all(zeros == 2 ** (bits - 1)) else zeros
 
 
 def zeros_of(weight: QuantizedTensor) -> Tensor:
-    """The zero points, [N, groups], also where they are not stored."""
+    """Returns the zero points, [N, groups], even if they are not stored."""
     if weight.zeros is not None:
         return weight.zeros
     return torch.full(weight.scales.shape, 2 ** (weight.bits - 1), dtype=torch.uint8, device=weight.scales.device)
@@ -134,14 +135,14 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def unpack_int32(words: Tensor, bits: int) -> Tensor:
-    """The values in words, [rows, words] in int32: uint8, [rows, words * 32 / bits]."""
-    # As one row: a tensor of one row may have any stride, and then has no view as another type.
+    """Unpacks words, [rows, words] in int32, into values: uint8, [rows, words * 32 / bits]."""
+    # As one row: a tensor of one row may have any stride, and then cannot be viewed as another type.
     octets = words.reshape(-1).contiguous().view(torch.uint8).view(len(words), 4 * words.shape[1])
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def pack_int32(values: Tensor, bits: int) -> Tensor:
-    """The words, [rows, words] in int32, of values, [rows, columns] in uint8; zeros fill the last word."""
+    """Packs values, [rows, columns] in uint8, into words, [rows, words] in int32; zeros fill the last word."""
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits)))
     octets = values if bits == 8 else values[:, ::2] | (values[:, 1::2] << 4)
     return octets.reshape(-1).contiguous().view(torch.int32).view(len(octets), octets.shape[1] // 4)

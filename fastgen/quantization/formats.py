@@ -25,7 +25,7 @@ from fastgen.quantization.checkpoint import (
 )
 from fastgen.quantization.quantized_tensor import BITS, FLOATS, QuantizedTensor
 
-if sys.byteorder != "little":  # the bytes of an int32 are read in memory's order
+if sys.byteorder != "little":  # the bytes of an int32 are read in memory order
     raise ImportError("low-bit weights are read on little-endian processors only")
 
 # The n that the i-th value of an int32 belongs to, and the inverse.
@@ -36,16 +36,16 @@ _BITS = 4
 
 @dataclass(frozen=True)
 class GPTQ(Format):
-    """The format of GPTQ (AutoGPTQ, GPTQModel), as a file's configuration says.
+    """The format of GPTQ (AutoGPTQ, GPTQModel), in the variant that a file's configuration gives.
 
     `qweight` is int32 [K * bits / 32, N], packed along K. `qzeros`, int32 [groups, N * bits / 32], and `scales`,
-    [groups, N], belong to groups along K; `g_idx`, [K], names the group of each in_feature. Version 1 stores a zero
+    [groups, N], belong to groups along K; `g_idx`, [K], gives the group of each in_feature. Version 1 stores a zero
     point minus 1, modulo 2**bits, version 2 the zero point itself.
 
     Attributes:
         lowered: zero points are stored minus 1 (version 1).
-        symmetric: every zero point is the middle of the range. Then the stored values tell the version, and count more
-            than what the file says: files say version 1 and hold version 2.
+        symmetric: every zero point is the middle of the range. The stored values then reveal the version, and override
+            the file's configuration: some files claim version 1 and hold version 2.
     """
 
     name = "gptq"
@@ -104,8 +104,8 @@ class AWQ(Format):
     """The format of AWQ (AutoAWQ) in the layout `gemm`: 4 bits, packed along N.
 
     `qweight` is int32 [K, N / 8], `qzeros` int32 [groups, N / 8] and holds the zero points themselves, `scales` is
-    [groups, N]. The eight values of an int32, from the lowest bits on, are those of n = 0, 2, 4, 6, 1, 3, 5 and 7 of
-    its eight.
+    [groups, N]. The eight values of an int32, from the lowest bits on, belong to n = 0, 2, 4, 6, 1, 3, 5 and 7 of its
+    eight.
     """
 
     name = "awq"
@@ -129,7 +129,7 @@ class AWQ(Format):
 
 
 def _unpacked(stored: Tensor) -> Tensor:
-    """[N, rows], from int32 [rows, N / 8]."""
+    """Unpacks int32 [rows, N / 8] into [N, rows]."""
     return _reordered(unpack_int32(stored, _BITS), _INVERSE).t().contiguous()
 
 
@@ -138,12 +138,12 @@ def _packed(qweight: Tensor) -> Tensor:
 
 
 def _reordered(qweight: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The columns, eight at a time, in this order."""
+    """Reorders the columns, eight at a time."""
     return qweight.reshape(qweight.shape[0], -1, 8)[:, :, list(order)].flatten(1)
 
 
 def _scales(form: Format, tensors: Mapping[str, Tensor], n: int, k: int) -> tuple[Tensor, int]:
-    """Scales, [groups, N], and how many in_features share one."""
+    """Returns scales, [groups, N], and how many in_features share one."""
     scales = tensors.get("scales")
     groups = scales.shape[0] if scales is not None and scales.dim() else 0
     group_size = whole_groups(k, groups, "scales", form.group_sizes)
@@ -156,7 +156,7 @@ class PackQuantized(Format):
 
     `weight_packed` is int32 [N, K * bits / 32], packed along K, `weight_scale` is [N, groups], and `weight_shape` holds
     N and K. The zero point is 2**(bits - 1); asymmetric weights have `weight_zero_point`: int32 [N * bits / 32,
-    groups], packed along N, or int8 [N, groups] in older files. `weight_g_idx`, [K], names each in_feature's group.
+    groups], packed along N, or int8 [N, groups] in older files. `weight_g_idx`, [K], gives each in_feature's group.
     """
 
     name = "compressed-tensors"
@@ -185,7 +185,7 @@ class PackQuantized(Format):
         qweight, order = unpack_int32(stored, bits)[:, :k], None
         if "weight_g_idx" in tensors:
             g_idx = expect("weight_g_idx", tensors["weight_g_idx"], (k,), (torch.int32, torch.int64))
-            # -1 throughout stands for an order that was never set.
+            # -1 throughout means that the order was never set.
             order = None if bool((g_idx == -1).all()) else order_of(g_idx, group_size, "weight_g_idx")
         if order is not None:
             qweight = qweight[:, order]

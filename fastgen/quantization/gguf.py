@@ -1,11 +1,11 @@
 """Blocks of GGUF (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c).
 
-A row of a weight is a row of blocks. A block of 32 has a scale in float16: Q4_0, Q5_0 and Q8_0 stand for scale * (q -
-zero), Q4_1 and Q5_1, which have a min, too, for scale * q + min. The K-quants, Q2_K to Q6_K, have super-blocks of 256
-in groups of 16 or 32. The scales and mins of their groups are small integers times a float16 of the super-block, and
-stay so on a CPU, a byte each: multiplied, they would need up to 18 bits.
+A row of a weight is a row of blocks. A block of 32 has a scale in float16: Q4_0, Q5_0 and Q8_0 represent scale * (q -
+zero); Q4_1 and Q5_1, which also have a min, represent scale * q + min. The K-quants, Q2_K to Q6_K, have super-blocks of
+256 in groups of 16 or 32. The scales and mins of their groups are small integers times a float16 of the super-block.
+On a CPU they stay separate, a byte each: multiplied, they would need up to 18 bits.
 
-In memory, values have the bits of their type, or 4 if these are fewer.
+In memory, values have the bits of their type, but at least 4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastgen.quantization.quantized_tensor import QuantizedTensor
 
 
 class _Parts(NamedTuple):
-    """What blocks hold, [blocks, ...]: see `QuantizedTensor`."""
+    """The contents of blocks, [blocks, ...]: see `QuantizedTensor`."""
 
     qweight: Tensor
     scales: Tensor
@@ -37,26 +37,26 @@ def _k_quant(qweight: Tensor, super_blocks: SuperBlockScales) -> _Parts:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at this byte of each block, [blocks, 1]."""
+    """Returns the float16 at this byte of each block, [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
 def _split(packed: Tensor, bits: int, width: int) -> Tensor:
-    """Values of so many bits: for every `width` bytes, the lowest bits of all of them, then the next, and so on."""
+    """Returns values of `bits` bits: of every `width` bytes, the lowest bits of all, then the next, and so on."""
     each = packed.reshape(len(packed), -1, 1, width)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
     return (each >> shifts & 2**bits - 1).flatten(1)
 
 
 def _fifth_bits(blocks: Tensor) -> Tensor:
-    """The fifth bits of 32 values, from the lowest of the first four bytes on, shifted to bit 4."""
+    """Returns the fifth bits of 32 values, from the lowest of the first four bytes on, shifted to bit 4."""
     octets = blocks[:, :4].unsqueeze(2)
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return (octets >> shifts & 1).flatten(1) << 4
 
 
 def _sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and mins of 8 groups, 6 bits each, in 12 bytes."""
+    """Returns scales and mins of 8 groups, 6 bits each, from 12 bytes."""
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, (rest & 15) | ((low >> 6) << 4)), dim=1)
     return scales, torch.cat((high & 63, (rest >> 4) | ((high >> 6) << 4)), dim=1)
@@ -82,7 +82,7 @@ def _q2_k(blocks: Tensor) -> _Parts:
 def _q3_k(blocks: Tensor) -> _Parts:
     low, high = _split(blocks[:, 32:96], 2, 32), _split(blocks[:, :32], 1, 32)
     scales = _split(blocks[:, 96:104], 4, 8) | _split(blocks[:, 104:108], 2, 4) << 4  # plus 32
-    # Without the high bit, 4 is subtracted: values from -4 to 3, plus the zero point of 4 bits.
+    # Without the high bit, 4 is subtracted: values from -4 to 3, plus the 4-bit zero point.
     qweight = low + 4 + (high << 2)
     return _k_quant(qweight, SuperBlockScales(scales + (SIGNED_ZERO_POINT - 32), None, _half(blocks, 108), None))
 
@@ -104,12 +104,12 @@ def _q6_k(blocks: Tensor) -> _Parts:
 
 
 class BlockType(NamedTuple):
-    """How a type of GGUF stores weights.
+    """How a GGUF type stores weights.
 
     Attributes:
-        bits: of a value, in memory.
+        bits: bits of a value, in memory.
         block_size: values of a block.
-        block_bytes: of a block.
+        block_bytes: bytes of a block.
         group_size: values that share a scale.
     """
 
@@ -121,7 +121,7 @@ class BlockType(NamedTuple):
     parts: Callable[[Tensor], _Parts]
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of so many values. Raises ValueError where they are no whole blocks."""
+        """Returns the bytes of K values. Raises ValueError if they are not whole blocks."""
         if k % self.block_size:
             raise ValueError(f"{k} in_features are no whole blocks of {self.block_size}: {ADVICE}")
         return k // self.block_size * self.block_bytes

@@ -1,9 +1,9 @@
-"""GPTQ: rounding that makes up for its errors (Frantar et al., 2022, "GPTQ: Accurate Post-Training Quantization for
+"""GPTQ: rounding that compensates for its errors (Frantar et al., 2022, "GPTQ: Accurate Post-Training Quantization for
 Generative Pre-trained Transformers", Algorithm 1).
 
-Columns of the weight are rounded one after the other. What a column loses is made up for by those that are still to be
-rounded, as the second derivatives of the layer's squared output error say. These are its Hessian, which is the same for
-every output: the sum of x x^T over the calibration inputs x.
+Columns of the weight are rounded one after the other. The columns that are not yet rounded compensate for the error of
+each, according to the second derivatives of the layer's squared output error. These form its Hessian, which is the same
+for every output: the sum of x x^T over the calibration inputs x.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from fastgen.quantization.quantized_tensor import QuantizedTensor
 from fastgen.quantization.rtn import Grid, nearest, on_grid
 
 DAMPING = 0.01
-_COLUMNS = 128  # whose errors reach the columns behind them in one product (the paper's section 3.3, step 2)
+_COLUMNS = 128  # their errors reach later columns in one product (the paper's section 3.3, step 2)
 
 
 class Plan(NamedTuple):
     """How layers with the same inputs are rounded. It does not depend on their weights."""
 
-    order: Tensor  # int64 [inputs]: the columns as they are taken
+    order: Tensor  # int64 [inputs]: the columns in the order of rounding
     rows: Tensor
-    """[inputs, inputs], upper triangular: row j, divided by its diagonal element, says how the columns from j on make
-    up for the error of column j. In the order of `order`."""
+    """[inputs, inputs], upper triangular: row j, divided by its diagonal element, gives how the columns from j on
+    compensate for the error of column j. In the order of `order`.
+    """
 
 
 def plan(hessian: Tensor, damping: float = DAMPING) -> Plan:
-    """The order of the columns, those of the largest activations first ("act-order"), and the upper triangular U with
-    U^T U = the inverse of the damped Hessian.
+    """Returns the order of the columns, largest activations first ("act-order"), and the upper triangular U with U^T U
+    = the inverse of the damped Hessian.
 
     Args:
         hessian: [inputs, inputs], float32 or float64: the sum of x x^T.
-        damping: the part of the mean of the Hessian's diagonal that is added to the diagonal: tenfold, again and
-            again, where that is too little for a positive definite matrix.
+        damping: the part of the mean of the Hessian's diagonal that is added to the diagonal; multiplied by 10
+            repeatedly if it is too small for a positive definite matrix.
 
     Raises:
         ValueError: the Hessian has elements that are NaN or infinite, or the damping is not positive.
@@ -48,11 +49,10 @@ def plan(hessian: Tensor, damping: float = DAMPING) -> Plan:
 
 
 def gptq(weight: Tensor, grid: Grid, plan: Plan) -> QuantizedTensor:
-    """The weight on a grid, with a small error of the layer's output on the calibration inputs.
+    """Rounds the weight to a grid, with a small error of the layer's output on the calibration inputs.
 
-    The grid is known beforehand. So columns can be rounded in any order while their groups stay next to each other
-    ("static groups"). An input that was always 0 is rounded to nearest. The weight, [N, K], is brought up to date in
-    the dtype of the plan.
+    The grid is known beforehand. So columns can be rounded in any order while their groups stay contiguous ("static
+    groups"). An input that was always 0 is rounded to nearest. The weight, [N, K], is updated in the dtype of the plan.
     """
     order, rows = plan
     inputs = weight.shape[1]
@@ -74,11 +74,12 @@ def gptq(weight: Tensor, grid: Grid, plan: Plan) -> QuantizedTensor:
 
 
 def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
-    # In float64: few samples make a nearly singular matrix.
+    # In float64, because few samples make a nearly singular matrix.
     ordered = hessian[order][:, order].double()
     diagonal = ordered.diagonal()
     mean = diagonal.mean()
-    # An input that never was anything but 0 has a row and column of zeros: nothing makes up for it, nor it for others.
+    # An input that was always 0 has a row and column of zeros: it neither compensates for others, nor is compensated
+    # for.
     diagonal[diagonal == 0] = mean if mean > 0 else 1
     if not bool(ordered.isfinite().all()):
         raise ValueError("the Hessian has elements that are NaN or infinite")
@@ -94,7 +95,8 @@ def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
 
 
 def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
-    """||(W - Q) X|| / ||W X|| in Frobenius norms, of a Hessian X X^T; 0 where W X is 0 and both weights are the same.
+    """Returns ||(W - Q) X|| / ||W X|| in Frobenius norms, for a Hessian X X^T; 0 if W X is 0 and both weights are
+    equal.
 
     Both weights are [N, K].
     """

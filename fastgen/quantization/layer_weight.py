@@ -1,8 +1,8 @@
-"""Low-bit weights as layers keep them, and the choice of the kernel that multiplies with each.
+"""Low-bit weights as layers keep them, and the choice of the kernel for each.
 
 A weight is packed for its device: in panels on a CPU (`fastgen.ops.linear.grouped`), in rows on a GPU
-(`fastgen.ops.gpu.grouped_linear`). Groups that the CPU's kernels do not serve are divided into smaller ones with the
-same scale. A weight that no kernel serves is kept unpacked.
+(`fastgen.ops.gpu.grouped_linear`). Groups that the CPU kernels do not serve are divided into smaller ones with the same
+scale. A weight that no kernel serves stays unpacked.
 
 On a CPU, activations stay floats, or are quantised to 8 bits: the same panels serve both. On a GPU they stay floats.
 """
@@ -21,17 +21,17 @@ from fastgen.ops.gpu import grouped_linear as on_gpu
 from fastgen.ops.linear import grouped
 from fastgen.quantization.quantized_tensor import QuantizedTensor, check, values
 
-# Elements of a weight that are dequantised at a time, in torch's product.
+# Elements of a weight that are dequantised at a time, for torch's linear op.
 _CHUNK = 2**24
-# Group sizes of the kernels: the largest that divides the checkpoint's.
+# Group sizes of the kernels: the largest that divides the checkpoint's is used.
 _SIZES = (128, 64, 32, 16, 8)
-# Bits in rows; others become the larger ones.
+# Bits in rows; other weights get the next larger number.
 _ROW_BITS = (4, 8)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LayerWeight(NamedTuple):
-    """A `QuantizedTensor`, packed for the kernels of its device, or unpacked where none serves it."""
+    """A `QuantizedTensor`, packed for the kernels of its device, or unpacked if none serves it."""
 
     qweight: Tensor
     scales: Tensor
@@ -42,7 +42,7 @@ class LayerWeight(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What of a `LayerWeight` is no tensor."""
+    """The parts of a `LayerWeight` that are not tensors."""
 
     n: int
     k: int
@@ -58,7 +58,7 @@ PARTS = ("qweight", "scales", "zeros", "mins", "order")
 
 
 def pack(weight: QuantizedTensor) -> LayerWeight:
-    """The weight as a layer keeps it. Raises ValueError as `quantized_tensor.check` does."""
+    """Packs the weight for a layer. Raises ValueError as `quantized_tensor.check` does."""
     check(weight)
     qweight, scales, zeros, mins, bits, group_size, order, super_blocks = weight
     n, k = qweight.shape
@@ -80,7 +80,7 @@ def pack(weight: QuantizedTensor) -> LayerWeight:
 
 def _pack_rows(weight: QuantizedTensor) -> LayerWeight:
     bits = min(each for each in _ROW_BITS if each >= weight.bits)
-    if bits != weight.bits and weight.zeros is None and weight.mins is None:  # whose zero point changes
+    if bits != weight.bits and weight.zeros is None and weight.mins is None:  # their zero point changes
         zero = 2 ** (weight.bits - 1)
         weight = weight._replace(zeros=torch.full_like(weight.scales, zero, dtype=torch.uint8))
     packed = on_gpu.pack(*weight[:4], bits=bits, group_size=weight.group_size, order=weight.order)
@@ -89,33 +89,33 @@ def _pack_rows(weight: QuantizedTensor) -> LayerWeight:
 
 
 def moved(packed: LayerWeight) -> LayerWeight:
-    """The weight in the layout of the device that its tensors are on."""
+    """Repacks the weight for the device that its tensors are on."""
     is_on_gpu = on_gpu.is_for(packed.qweight.device)
     return packed if is_on_gpu == (packed.sizes.layout == "rows") else pack(unpack(packed))
 
 
 def _kernel_group_size(k: int, group_size: int) -> int:
-    """A single group may be divided anywhere: the last one may be smaller."""
+    """Returns the kernel's group size. A single group may be divided anywhere: the last part may be smaller."""
     if group_size == k:
         return next((size for size in _SIZES if size <= k), _SIZES[-1])
     return next((size for size in _SIZES if group_size % size == 0), 0)
 
 
 def _repeated(part: Tensor, k: int, size: int) -> Tensor:
-    """[N, groups] for groups of a smaller size."""
+    """Repeats [N, groups] for groups of a smaller size."""
     groups = -(-k // size)
     return part.repeat_interleave(-(-groups // part.shape[1]), dim=1)[:, :groups]
 
 
 def unpack(packed: LayerWeight) -> QuantizedTensor:
-    """The inverse of `pack`. Scales may have another type that represents them; super-blocks are multiplied."""
+    """Inverts `pack`. Scales may have another type that represents them; super-blocks are multiplied out."""
     return _grouped(packed, slice(None), packed.order)
 
 
 def rows(packed: LayerWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight in floating point, [len(which), K], in the layer's order of in_features.
+    """Returns rows of the weight in floating point, [len(which), K], in the layer's order of in_features.
 
-    Raises IndexError for a row that is not there. On a GPU, which is not waited for, it is NaN instead.
+    Raises IndexError for a row that does not exist. On a GPU, which is not synchronized, the row is NaN instead.
     """
     if packed.sizes.layout == "rows":
         return on_gpu.rows(_for_kernel(packed), which, dtype)
@@ -130,9 +130,9 @@ def rows(packed: LayerWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
 def linear(x: Tensor, packed: LayerWeight, bias: Tensor | None, activations: str | None = None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)`: x [..., K], any floating dtype; the bias [N].
 
-    Gradients of x and the bias are computed from the weight, dequantised piece by piece; none of it is kept for them.
-    Where they are asked for, activations stay floats. Otherwise "int8" quantises them on a CPU, and None is as
-    `Settings.activations` says.
+    Gradients of x and the bias are computed from the weight, dequantised piece by piece; no floating copy is kept for
+    them. If gradients are needed, activations stay floats. Otherwise "int8" quantises them on a CPU, and None follows
+    `Settings.activations`.
     """
     if x.dtype in _TYPES and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -144,7 +144,7 @@ def linear(x: Tensor, packed: LayerWeight, bias: Tensor | None, activations: str
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` with gradients, which keeps no floating weight."""
+    """`linear` with gradients, without keeping a floating weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, packed: LayerWeight) -> Tensor:
@@ -167,7 +167,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _kernel(x: Tensor, packed: LayerWeight, activations: str) -> Any:
-    """What multiplies x with the weight and adds a bias; None where no kernel does."""
+    """Returns a function that multiplies x with the weight and adds a bias; None if no kernel serves them."""
     if not patching.is_active() or x.device != packed.qweight.device or x.dtype not in _TYPES:
         return None
     if packed.sizes.layout == "rows":
@@ -180,7 +180,7 @@ def _kernel(x: Tensor, packed: LayerWeight, activations: str) -> Any:
 
 
 def _plain(x: Tensor, packed: LayerWeight, bias: Tensor | None) -> Tensor:
-    """Torch's product with the weight in floating point, a part of it at a time."""
+    """Torch's linear op with the dequantised weight, a part at a time."""
     if packed.order is not None:
         x = x.index_select(-1, packed.order)
     parts = []
@@ -190,7 +190,7 @@ def _plain(x: Tensor, packed: LayerWeight, bias: Tensor | None) -> Tensor:
 
 
 def _pieces(packed: LayerWeight, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Some rows of the weight at a time, with the index of the first, their columns as those of `qweight`."""
+    """Yields some rows of the weight at a time, with the index of the first, and columns in the order of `qweight`."""
     count = max(1, _CHUNK // max(1, packed.sizes.k))
     for start in range(0, max(1, packed.sizes.n), count):
         yield start, values(_grouped(packed, slice(start, start + count), None), dtype)
@@ -202,7 +202,7 @@ def _for_kernel(packed: LayerWeight) -> grouped.PackedWeight:
 
 
 def _grouped(packed: LayerWeight, which: slice | Tensor, order: Tensor | None) -> QuantizedTensor:
-    """Some rows of the weight, with an order of their columns or in that of `qweight`."""
+    """Returns some rows of the weight, with the given order of their columns, or in the order of `qweight`."""
     _, k, bits, group_size, size, layout, _ = packed.sizes
     if layout == "rows":
         qweight, parts = on_gpu.unpacked(_for_kernel(packed), which)

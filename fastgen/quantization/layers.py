@@ -1,10 +1,10 @@
-"""Layers on low-bit weights, which come from a checkpoint and multiply without being unpacked as a whole.
+"""Layers with low-bit weights from a checkpoint, which multiply without unpacking the whole weight.
 
-Until its tensors are loaded, a layer has them as parameters under the names of the file. `pack` puts them into one form
-and drops them. State dicts hold the file's tensors again, made from that form, where the format can be written;
-otherwise the weight in floating point, as the state dict of an ordinary layer does.
+Until its tensors are loaded, a layer has them as parameters under the names of the file. `pack` converts them into one
+form and drops them. State dicts contain the file's tensors again, made from that form, if the format can be written;
+otherwise the weight in floating point, like the state dict of an ordinary layer.
 
-A layer is an instance of the class that it stands for, and has its attributes. Its weight is no parameter, and cannot
+A layer is an instance of the class that it replaces, and has its attributes. Its weight is not a parameter, and cannot
 be written to.
 """
 
@@ -24,7 +24,7 @@ from fastgen.quantization.layer_weight import PARTS, LayerWeight, Sizes
 from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.unpacked import UNPACK, Unpacked
 
-# By `qweight` as it was before: the layer that has moved it.
+# By the `qweight` before a move: the layer that has moved it.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The models of this process that have such layers, and the format that each was read from.
 _formats: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -36,20 +36,20 @@ def keeps_bits(model: object) -> bool:
 
 
 class QuantizedWeight(nn.Module):
-    """A module with a low-bit weight, [N, K]; what linear layers and embeddings share.
+    """A module with a low-bit weight, [N, K]: the base of linear layers and embeddings.
 
     Args:
         stored: the tensors of the file, on the device "meta", by their names.
-        dtype: of the model, in which the weight is given where it must be floating.
+        dtype: the model's dtype, for the weight in floating point.
     """
 
-    # The weight that is shown is [K, N].
+    # Whether the visible weight is [K, N].
     transposed: ClassVar[bool] = False
     like: Tensor
 
     def __init__(self, n: int, k: int, form: Format, stored: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)  # and not that of the class which this stands for: it would make a weight
-        self.activations: str | None = None  # "float" or "int8"; None: as `Settings.activations` says
+        nn.Module.__init__(self)  # not that of the replaced class, which would make a weight
+        self.activations: str | None = None  # "float" or "int8"; None: follow `Settings.activations`
         self.n, self.k, self.form = n, k, form
         self.stored_dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         self.sizes: Sizes | None = None  # once packed
@@ -61,9 +61,9 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
 
     def pack(self) -> None:
-        """Puts the tensors, which have been loaded, into the form that is multiplied with, and drops them.
+        """Converts the loaded tensors into the form that kernels read, and drops them.
 
-        Raises ValueError where they do not fit.
+        Raises ValueError if they do not fit.
         """
         loaded = {name: self._parameters.get(name) for name in self.stored_dtypes}
         self._take({name: parameter.detach() for name, parameter in loaded.items() if parameter is not None})
@@ -81,7 +81,7 @@ class QuantizedWeight(nn.Module):
             self._parameters.pop(name, None)
 
     def share(self, other: QuantizedWeight) -> None:
-        """From now on this has the weight of another, which is in memory once."""
+        """Shares the weight of another layer from now on; it is in memory once."""
         self.form, self.stored_dtypes = other.form, other.stored_dtypes
         self._keep(other.packed)
 
@@ -100,10 +100,10 @@ class QuantizedWeight(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The weight in floating point, for code that looks at weights; layers do not use it.
+        """The weight in floating point, for code that reads weights; layers do not use it.
 
-        It is on the device "meta" as long as nothing has been loaded, and then unpacked by the first operation on it:
-        T5, for one, asks for its type alone.
+        It is on the device "meta" until the weight is loaded. The first operation on it then unpacks it: some code,
+        such as T5's, only reads its dtype.
         """
         like, shape = self.like, self._shown_shape()
         if self.sizes is None:
@@ -127,17 +127,17 @@ class QuantizedWeight(nn.Module):
             raise RuntimeError(f"weights that are kept in their bits cannot be replaced: {UNPACK}")
 
     def named_parameters(self, prefix: str = "", *rest: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """With the weight, where this layer alone is asked: it refuses to be trained. A model's have none of these."""
+        """Includes the weight if this layer alone is asked: it refuses training. Those of a model do not include it."""
         if self.sizes is not None:
             yield f"{prefix}.weight" if prefix else "weight", self.weight
         yield from super().named_parameters(prefix, *rest, **named)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight in floating point, [N, K], by default in the model's dtype."""
+        """Returns the weight in floating point, [N, K], by default in the model's dtype."""
         return dequantized(layer_weight.unpack(self.packed), dtype or self.like.dtype)
 
     def dequantize(self) -> nn.Module:
-        """A plain layer with the same weight in floating point."""
+        """Returns a plain layer with the same weight in floating point."""
         plain = self._plain(self.like.dtype)
         plain.register_parameter("weight", nn.Parameter(self._shown(self.packed, self.like.dtype), requires_grad=False))
         if "bias" in self._parameters:
@@ -145,7 +145,7 @@ class QuantizedWeight(nn.Module):
         return plain.train(self.training)
 
     def _plain(self, dtype: torch.dtype) -> nn.Module:
-        """The layer that this stands for, on the device "meta"."""
+        """Returns the layer that this one replaces, on the device "meta"."""
         raise NotImplementedError
 
     @property
@@ -154,7 +154,7 @@ class QuantizedWeight(nn.Module):
         return sum(part.nbytes for part in self.packed if isinstance(part, Tensor))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # To another device, but not to another dtype: a scale that is rounded changes a whole group.
+        # Moves to another device, but not to another dtype: rounding a scale changes a whole group.
         kept = {f"packed_{part}": self._buffers[f"packed_{part}"] for part in PARTS}
         super()._apply(fn, recurse)
         for name, tensor in kept.items():
@@ -167,7 +167,7 @@ class QuantizedWeight(nn.Module):
         return self
 
     def _moved_from(self, before: Tensor) -> LayerWeight:
-        """The weight on another kind of device; that of a layer which had the same one, and was moved earlier."""
+        """Returns the weight on another kind of device; that of a layer which shared it and moved earlier."""
         other = _moved[before]() if before in _moved else None
         if other is None or other.packed.qweight.device != self.packed.qweight.device:
             _moved[before] = weakref.ref(self)
@@ -204,7 +204,7 @@ class QuantizedWeight(nn.Module):
             error_msgs.append(f"{prefix.rstrip('.')}: {error}")
 
     def _check_same(self, weight: Tensor) -> None:
-        """Raises ValueError for a weight in floating point that is another one."""
+        """Raises ValueError if a weight in floating point differs from this one."""
         own = self.weight
         if weight.shape != own.shape or not torch.equal(own, weight.to(own)):
             raise ValueError(f"weights that are kept in their bits take no other values: {UNPACK}")
@@ -214,7 +214,7 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinearLayer(QuantizedWeight):
-    """A linear layer on a low-bit weight; x is [..., K] in any floating dtype, the result [..., N]."""
+    """A linear layer with a low-bit weight; x is [..., K] in any floating dtype, the result [..., N]."""
 
     bias: Any  # the parameter, or None
 
@@ -227,7 +227,7 @@ class QuantizedLinearLayer(QuantizedWeight):
 
 
 class QuantizedLinear(QuantizedLinearLayer, nn.Linear):  # type: ignore[override]  # its weight is no parameter
-    """In the place of a linear layer of torch."""
+    """Replaces a linear layer of torch."""
 
     def __init__(self, *weight: Any, bias: nn.Parameter | None = None) -> None:
         super().__init__(*weight, bias=bias)
@@ -243,7 +243,7 @@ def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
 
 class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[override]  # its weight is no parameter
-    """An embedding on a low-bit weight, [tokens, size]; only the rows that are asked for are unpacked."""
+    """An embedding with a low-bit weight, [tokens, size]; unpacks only the rows that are looked up."""
 
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
@@ -260,17 +260,17 @@ class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[overrid
 
 
 def note_format(model: nn.Module, form: str) -> None:
-    """The model has been read from this format."""
+    """Records the format that the model was read from."""
     _formats[model] = form
 
 
 def notes() -> list[str]:
-    """A line for each such model that is still there, and has not been unpacked since."""
+    """Returns a line for each such model that still exists, and has not been unpacked since."""
     return [line for model in list(_formats) if (line := described(model)) is not None]
 
 
 def described(model: nn.Module) -> str | None:
-    """A line about a model whose weights are kept in their bits; None for any other."""
+    """Returns a line about a model that keeps low-bit weights; None for any other model."""
     form = _formats.get(model)
     layers = [each for each in model.modules() if isinstance(each, QuantizedWeight) and each.bits is not None]
     if form is None or not layers:

@@ -1,4 +1,4 @@
-"""A group-quantised weight: what every checkpoint format is read into."""
+"""A group-quantised weight: every checkpoint format is read into this form."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 from fastgen.ops.linear import grouped
 from fastgen.ops.linear.grouped import SuperBlockScales
 
-# Of formats that pack values into int32; blocks of GGUF have others, too.
+# For formats that pack values into int32; GGUF blocks have other numbers, too.
 BITS = (4, 8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class QuantizedTensor(NamedTuple):
-    """A weight, [N, K], whose quantised values q stand for scale * (q - zero) or scale * q + min.
+    """A weight, [N, K], whose quantised values q represent scale * (q - zero) or scale * q + min.
 
     Each n and group along K has a scale, and a zero point or a min: columns g * group_size up to (g + 1) * group_size
     of `qweight` are group g.
     """
 
-    qweight: Tensor  # uint8 [N, K]: 0 to 2**bits - 1, a value a byte, columns in the order of `order`
+    qweight: Tensor  # uint8 [N, K]: 0 to 2**bits - 1, a value per byte, columns in the order of `order`
     scales: Tensor  # [N, groups], float16, bfloat16 or float32
     zeros: Tensor | None  # zero points, uint8 [N, groups]; without them 2**(bits - 1) ...
     mins: Tensor | None  # ... unless these are given: [N, groups], the dtypes of scales
     bits: int  # 4, 5, 6 or 8
     group_size: int
-    order: Tensor | None  # int64 [K]: column i of `qweight` is the layer's in_feature order[i]; None: in their order
-    super_blocks: SuperBlockScales | None = None  # what scales and mins are products of, in K-quants
+    order: Tensor | None  # int64 [K]: column i of `qweight` is the layer's in_feature order[i]; None: in order
+    super_blocks: SuperBlockScales | None = None  # the factors of scales and mins, in K-quants
 
 
 def dequantized(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The weight in floating point, [N, K] in the layer's own order of in_features.
+    """Returns the weight in floating point, [N, K] in the layer's own order of in_features.
 
     It is computed in float32 and rounded to `dtype` once. Raises ValueError as `check` does.
     """
@@ -43,16 +43,16 @@ def dequantized(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def values(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The weight in floating point with its columns as those of `qweight`; nothing is checked."""
+    """Returns the weight in floating point, with columns in the order of `qweight`. Checks nothing."""
     factors = [weight.scales, weight.zeros, weight.mins]
     return grouped.values(weight.qweight, factors, weight.bits, weight.group_size).to(dtype)
 
 
 def check(weight: QuantizedTensor) -> None:
-    """That the parts fit together. It takes a pass over the order, and none over `qweight`.
+    """Checks that the parts fit together. Reads the order once, and `qweight` not at all.
 
     Raises:
-        ValueError: a part has another shape or dtype than `QuantizedTensor` says, or the order is not a permutation.
+        ValueError: a part has another shape or dtype than in `QuantizedTensor`, or the order is not a permutation.
     """
     qweight, scales, zeros, mins, bits, group_size, order, _ = weight
     if bits not in grouped.BITS:

@@ -1,4 +1,4 @@
-"""What quantising a model has cost and gained, as values, as a table and as a picture."""
+"""The costs and gains of quantising a model, as values, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Layer:
     bits: int
     group_size: int
     error: float
-    """||(W - Q) X|| / ||W X|| on the calibration inputs X, as the layers before it leave them."""
+    """||(W - Q) X|| / ||W X|| on the calibration inputs X, after the preceding quantised layers."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Report:
     group_size: int
     symmetric: bool
     samples: int
-    """How many samples of the calibration text were used."""
+    """Number of samples of the calibration text."""
     bytes: Measured
-    """Size of the files of weights."""
+    """Size of the weight files."""
     measure: str | None
     """What `quality` is: perplexity (lower is better), bleu (higher is better), or None."""
     quality: Measured
@@ -63,7 +63,7 @@ def table(report: Report) -> Any:
         whole.add_column(column, justify="left" if not column else "right")
     whole.add_row("weights", *_cells(report.bytes, lambda value: f"{value / 1e6:,.1f} MB", _ratio))
     if report.measure:
-        # The change of a perplexity is a part of it, that of BLEU a number of points.
+        # The change of a perplexity is relative, that of BLEU a number of points.
         change = _percent if report.measure == "perplexity" else lambda values: f"{values.after - values.before:+.2f}"
         whole.add_row(report.measure, *_cells(report.quality, lambda value: f"{value:,.3f}", change))
     whole.add_row("tokens per second", *_cells(report.tokens_per_second, lambda value: f"{value:,.1f}", _ratio))
@@ -79,7 +79,7 @@ def table(report: Report) -> Any:
 
 
 def png(report: Report) -> bytes:
-    """The report as a picture: what changed, and the error of each layer. Raises ImportError without matplotlib."""
+    """Draws the report: what changed, and the error of each layer. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -88,13 +88,13 @@ def png(report: Report) -> bytes:
     _draw_layers(sides[1], report)
     figure.suptitle(_title(report), fontsize=10, parse_math=False)
     target = io.BytesIO()
-    # Nothing in it depends on when it was made, and whatever is drawn outside of the axes is in it.
+    # The picture does not depend on the time, and includes everything drawn outside the axes.
     figure.savefig(target, format="png", dpi=130, metadata={"Software": None}, bbox_inches="tight")
     return target.getvalue()
 
 
 def _title(report: Report) -> str:
-    """The model's name, without the folders that it lies in, and what was done."""
+    """Returns the model's name, without its folders, and what was done."""
     name = report.model.rstrip("/").rpartition("/")[2] or report.model
     return "\n".join(textwrap.wrap(f"{name}: {_kind(report)}", 110))
 

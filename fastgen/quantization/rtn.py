@@ -1,4 +1,4 @@
-"""Rounding to nearest: the grid of a weight, and each weight on its nearest point."""
+"""Rounding to nearest: makes the grid of a weight, and rounds each weight to its nearest point."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor
 
 from fastgen.quantization.quantized_tensor import QuantizedTensor
 
-# Parts of the range that a grid may cover, when one is looked for that fits better than that of all weights.
+# Parts of the range that a grid may cover, tried to find one that fits better than the grid of all weights.
 _SHRINKS = tuple(1 - step / 40 for step in range(17))
 
 
 class Grid(NamedTuple):
     """The points that the weights of a layer may take: scale * (q - zero) for q from 0 to 2**bits - 1."""
 
-    scales: Tensor  # [N, groups], of the dtype that they are stored in
-    zeros: Tensor | None  # uint8 [N, groups]; None where all are 2**(bits - 1)
+    scales: Tensor  # [N, groups], in the dtype that they are stored in
+    zeros: Tensor | None  # uint8 [N, groups]; None if all are 2**(bits - 1)
     bits: int
     group_size: int
 
     def of_group(self, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
-        """Scales and zeros of a group, [N] each."""
+        """Returns scales and zeros of a group, [N] each."""
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[:, group].to(dtype)
         return self.scales[:, group].to(dtype), zeros
 
 
 class Kind(NamedTuple):
-    """What grids of a layer are like."""
+    """The properties of a layer's grids."""
 
     bits: int = 4  # 4 or 8
     group_size: int = 64  # divides the layer's K
@@ -37,10 +37,10 @@ class Kind(NamedTuple):
 
 
 def make_grid(weight: Tensor, kind: Kind, shrink: float = 1.0) -> Grid:
-    """A grid for each n and group that covers all of the group's weights.
+    """Makes a grid for each n and group that covers all of the group's weights.
 
     Symmetric: the largest absolute value gets the largest q, and the zero point is 2**(bits - 1). Asymmetric: from the
-    least weight to the largest, 0 included, so that 0 stays 0. Scales are rounded to the dtype that they are stored in
+    least weight to the largest, including 0, so that 0 stays 0. Scales are rounded to the dtype that they are stored in
     before anything is rounded to the grid.
 
     Args:
@@ -64,9 +64,10 @@ def make_grid(weight: Tensor, kind: Kind, shrink: float = 1.0) -> Grid:
 
 
 def best_grid(weight: Tensor, kind: Kind, importance: Tensor) -> Grid:
-    """The grid whose nearest points have the least sum of importance * error**2, of grids that cover less and less.
+    """Returns, of grids with shrinking ranges, the one whose nearest points have the least sum of importance *
+    error**2.
 
-    Each n and group of the weight, [N, K], has its own. `importance`, [K], is not negative.
+    Chosen separately for each n and group of the weight, [N, K]. `importance`, [K], is not negative.
     """
     groups, weights = _groups(weight, kind.group_size), importance.float().view(-1, kind.group_size)
     best, least = make_grid(weight, kind), torch.full(groups.shape[:2], torch.inf, device=weight.device)
@@ -82,17 +83,17 @@ def best_grid(weight: Tensor, kind: Kind, importance: Tensor) -> Grid:
 
 
 def nearest(values: Tensor, scales: Tensor, zeros: Tensor | int, bits: int) -> Tensor:
-    """The quantised values of the nearest points, in the dtype of `values`; scales and zeros are broadcast."""
+    """Returns the quantised values of the nearest points, in the dtype of `values`; scales and zeros are broadcast."""
     return (values / scales + zeros).round().clamp(0, 2**bits - 1)
 
 
 def round_to_nearest(weight: Tensor, grid: Grid) -> QuantizedTensor:
-    """Each weight, [N, K], on its nearest point."""
+    """Rounds each weight, [N, K], to its nearest point."""
     return on_grid(_nearest(_groups(weight, grid.group_size), grid).view_as(weight), grid)
 
 
 def on_grid(qweight: Tensor, grid: Grid) -> QuantizedTensor:
-    """Quantised values of a grid, [N, K], as a weight."""
+    """Returns quantised values of a grid, [N, K], as a weight."""
     return QuantizedTensor(qweight.to(torch.uint8), grid.scales, grid.zeros, None, grid.bits, grid.group_size, None)
 
 
@@ -112,7 +113,7 @@ def _zeros(grid: Grid) -> Tensor | int:
 
 
 def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as they are stored: never 0, which nothing can be divided by. A group of zeros may have any scale."""
+    """Rounds scales as they are stored: never 0, because they are divisors. A group of zeros may have any scale."""
     limits = torch.finfo(dtype)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     return scales.clamp(limits.tiny * limits.eps, limits.max).to(dtype)

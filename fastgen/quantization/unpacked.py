@@ -1,8 +1,7 @@
-"""The weight of a layer in floating point, for code that looks at weights: unpacked by the first operation that reads
-it.
+"""The weight of a layer in floating point, for code that reads weights: unpacked by the first operation that reads it.
 
 It is a tensor whose shape, type and device are known. It cannot be written to: it is a copy, so a write would be lost
-without a word.
+silently.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-# What is to be done by who wants to write to such a weight.
+# Advice for code that writes to such a weight.
 UNPACK = "call model.dequantize() first, which unpacks them"
 # Views that do not read it.
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -24,7 +23,7 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 class Unpacked(Tensor):
     """A weight, or a view of one. Use `of` to make one.
 
-    A weight counts as a parameter, as that of an ordinary layer does. `owner` is what it belongs to; a view has none.
+    A weight counts as a parameter, like that of an ordinary layer. `owner` is its layer; a view has none.
     """
 
     _unpacked_once: Callable[[], Tensor]  # computed once
@@ -34,10 +33,10 @@ class Unpacked(Tensor):
     def of(
         shape: Sequence[int], dtype: torch.dtype, device: torch.device, owner: Any, compute: Callable[[], Tensor]
     ) -> Unpacked:
-        """What `compute` returns when it is needed: contiguous, of this shape and type, on this device."""
+        """Returns a tensor that `compute` returns when needed: contiguous, of this shape and type, on this device."""
         found = Tensor._make_wrapper_subclass(Unpacked, torch.Size(shape), dtype=dtype, device=device)
         found._unpacked_once, found.owner = functools.cache(compute), owner
-        found._is_param = True  # what makes it an instance of torch.nn.Parameter
+        found._is_param = True  # makes it an instance of torch.nn.Parameter
         return found
 
     @staticmethod
@@ -50,12 +49,12 @@ class Unpacked(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """What does not become an operator: it gets the unpacked memory, or is refused."""
+        """Handles functions that do not become an operator: they get the unpacked memory, or are refused."""
         kwargs = kwargs or {}
         if isinstance(args[0] if args else None, Unpacked):
             if func is _DATA.__get__:
                 return args[0].detach()
-            # Without gradients it has none already.
+            # It does not require gradients anyway.
             needs_none = func in _OF_GRADIENTS and not (*args[1:], *kwargs.values(), True)[0]
             if func in _WRITING and not needs_none:
                 _refuse()
@@ -80,7 +79,7 @@ class Unpacked(Tensor):
                 _refuse()
         result = func(*tree_map(_unpacked, args), **tree_map(_unpacked, kwargs))
         if any(returned.alias_info is not None for returned in func._schema.returns):
-            return tree_map(_view, result)  # what is written to a view would be lost, too
+            return tree_map(_view, result)  # writes to a view would be lost, too
         return result
 
 

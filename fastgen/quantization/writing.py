@@ -1,7 +1,7 @@
-"""Quantised layers in the format `pack-quantized` of the library compressed-tensors, and as the work kept of a run.
+"""Writes quantised layers in the format `pack-quantized` of the library compressed-tensors, and as a run's saved work.
 
-Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format
-of GPTQ instead, version 1. `formats.py` says what tensors a layer has.
+Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not support, are written in the
+format of GPTQ instead, version 1. `formats.py` lists the tensors of a layer.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from fastgen.quantization.formats import GPTQ, PackQuantized
 from fastgen.quantization.quantized_tensor import QuantizedTensor, check
 from fastgen.quantization.rtn import Kind
 
-_BEGINNING = "fastgen"  # the key of the metadata that block files have
+_BEGINNING = "fastgen"  # the metadata key of block files
 
 
 def tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
-    """The tensors of a quantised weight. Raises ValueError for one with mins, or another order of in_features."""
+    """Returns the tensors of a quantised weight. Raises ValueError if it has mins, or another order of in_features."""
     check(weight)
     if weight.mins is not None or weight.order is not None:
         raise ValueError("compressed-tensors has no mins, and no order of in_features")
     found = PackQuantized().write(weight)
-    del found["weight_g_idx"]  # in_features are in their order
+    del found["weight_g_idx"]  # in_features are in order
     if weight.zeros is None:
         del found["weight_zero_point"]
     return found
 
 
 class PackedLinear(nn.Module):
-    """Holds the tensors of a quantised linear layer under the names that they are saved by. It cannot be called."""
+    """Holds the tensors of a quantised linear layer under the names for saving. It cannot be called."""
 
     def __init__(self, weight: QuantizedTensor, bias: Tensor | None, as_gptq: bool = False) -> None:
         super().__init__()
@@ -49,19 +49,19 @@ class PackedLinear(nn.Module):
 
 
 def config(layers: Mapping[str, Kind], left_out: Iterable[str], embeddings: Iterable[str] = ()) -> dict[str, Any]:
-    """The `quantization_config` of a model with these quantised layers.
+    """Returns the `quantization_config` of a model with these quantised layers.
 
     Args:
-        layers: what kind of grid each of them has.
+        layers: the kind of grid of each layer.
         left_out: the names of the linear layers that stay as they are.
-        embeddings: the names of those that are embeddings. There are some only if all layers are of one kind.
+        embeddings: the names of the quantised embeddings. Only possible if all layers are of one kind.
     """
     kinds: dict[tuple[int, int, bool], list[str]] = collections.defaultdict(list)
     for name, kind in layers.items():
         kinds[kind.bits, kind.group_size, kind.symmetric].append(name)
     groups = {}
     usual = max(kinds, key=lambda of: len(kinds[of]))
-    # The names of layers come before the class, which stands for all that are not named.
+    # The names of layers come before the class, which matches all layers that are not named.
     for number, (of, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] == usual)):
         bits, group_size, symmetric = of
         weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group"}
@@ -79,15 +79,15 @@ def config(layers: Mapping[str, Kind], left_out: Iterable[str], embeddings: Iter
         "config_groups": groups,
         "ignore": list(left_out),
         "kv_cache_scheme": None,
-        # Transformers then unpacks the weights while it loads them: what it does otherwise, at the first forward pass,
-        # fails for zero points and for T5. But this takes all layers to be of one kind.
+        # Makes Transformers unpack the weights while it loads them: otherwise it does so in the first forward pass,
+        # which fails for zero points and for T5. But this requires all layers to be of one kind.
         "dequantize": len(groups) == 1,
         IN_CONFIG: True,
     }
 
 
 def gptq_config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any]:
-    """The same for the format of GPTQ. Layers of an unusual kind are under `dynamic`, as GPTQModel has it."""
+    """As `config`, for the format of GPTQ. Layers of an unusual kind are under `dynamic`, as in GPTQModel."""
     usual, _ = collections.Counter(layers.values()).most_common(1)[0]
     others: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in left_out}
     for name, kind in layers.items():
@@ -108,7 +108,7 @@ def gptq_config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str
 
 
 def save_block(path: Path, layers: Mapping[str, Quantised]) -> None:
-    """Keeps the layers of a finished block in a file."""
+    """Saves the layers of a finished block in a file."""
     parts: dict[str, Tensor] = {}
     about = {}
     for name, (weight, error) in layers.items():
@@ -119,7 +119,7 @@ def save_block(path: Path, layers: Mapping[str, Quantised]) -> None:
 
 
 def load_block(path: Path) -> dict[str, Quantised]:
-    """What `save_block` has kept. Raises ValueError for a damaged file, or one of somebody else's."""
+    """Loads what `save_block` saved. Raises ValueError for a damaged file, or one of another program."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()[_BEGINNING])
@@ -132,5 +132,5 @@ def load_block(path: Path) -> dict[str, Quantised]:
                 check(weight)
                 found[name] = Quantised(weight, float(values["error"]))
             return found
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # a damaged file may cause any error
         raise ValueError(f"{path} is damaged") from error

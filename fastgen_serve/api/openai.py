@@ -166,6 +166,8 @@ class Run:
             for index, result in enumerate(results)
             for piece in self.choices.pieces(index * self.decoding.results, self.decoding.best(result))
         ]
+        for piece in pieces:
+            piece.prompt = results[piece.index // self.decoding.results].prompt_logprobs
         return pieces, self.usage(sum(each.generated for result in results for each in result.sequences))
 
     async def stream(self) -> AsyncGenerator[Piece | answers.Usage, None]:
@@ -240,7 +242,7 @@ def _new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, pa
         if limit is None:
             wanted = _COMPLETION_TOKENS if param == "prompt" else model.info.defaults.get("max_new_tokens") or most
             limit = max(min(wanted, most, most if positions is None else positions - prompt), 1)
-        prompts.check_length(model, prompt, limit, param)
+        prompts.check_length(model, prompt, max(limit, 1), param)
     if limit is not None and (body.min_tokens or 0) > limit:
         raise BadRequest(f"min_tokens is {body.min_tokens}, max_tokens {limit}: give fewer", param="min_tokens")
     return limit
@@ -276,6 +278,8 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     given = as_list(body.prompt)
     check_batch(request, given, "prompt")
 
+    if body.echo and model.info.kind == "encoder-decoder":
+        raise BadRequest("echo: the target of this model is not behind its source, leave it out", param="echo")
     how, room = _decoding(model, body), body.limit or _COMPLETION_TOKENS
 
     def tokenise() -> list[tuple[int, ...]]:
@@ -286,8 +290,11 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
     run = _make_run(request, model, body, how, inputs, limits)
 
     def written(pieces: Sequence[Piece], **more: Any) -> answers.Completion:
-        prompt_of = [tokens for tokens in inputs for _ in range(run.decoding.results)]
-        choices = [run.writer.completion(piece, prompt_of[piece.index]) for piece in pieces]
+        choices = []
+        for piece in pieces:
+            number = piece.index // run.decoding.results
+            echoed = prompts.text_of(model, given[number], inputs[number], body) if body.echo else ""
+            choices.append(run.writer.completion(piece, inputs[number], echoed))
         return answers.Completion(object="text_completion", choices=choices, **run.head, **more)
 
     def chunks(piece: Piece) -> list[BaseModel]:

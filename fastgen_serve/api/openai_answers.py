@@ -53,9 +53,9 @@ class _Choice(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(_Choice):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Piece:
         calls: of tools, which the text does not have.
         first_call: how many calls there were before.
         ends_in_calls: the choice has called tools, of which none was asked for by name.
+        prompt: log-probabilities of its tokens but the first, where they were asked for.
     """
 
     index: int
@@ -50,6 +52,7 @@ class Piece:
     calls: Sequence[Call] = ()
     first_call: int = 0
     ends_in_calls: bool = False
+    prompt: tuple[TokenLogprob, ...] | None = None
 
     @property
     def finish_reason(self) -> Any:
@@ -153,10 +156,11 @@ class Writer:
         self._tokenizer, self._body = tokenizer, body
         self._has_logprobs = body.wanted_logprobs is not None
 
-    def completion(self, piece: Piece, prompt: Sequence[int]) -> answers.CompletionChoice:
+    def completion(self, piece: Piece, prompt: Sequence[int], echoed: str = "") -> answers.CompletionChoice:
+        """A choice of a completion, or a chunk of one, behind the text of its prompt where that is `echoed`."""
         made = answers.CompletionChoice(
-            text=piece.text,
-            logprobs=self._completion_logprobs(piece) if self._has_logprobs else None,
+            text=echoed + piece.text if piece.is_first else piece.text,
+            logprobs=self._completion_logprobs(piece, prompt) if self._has_logprobs else None,
             **self._common(piece),
         )
         if self._body.return_token_ids and piece.is_first:
@@ -206,19 +210,22 @@ class Writer:
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._body.return_tokens_as_token_ids else token_text(self._tokenizer, token)
 
-    def _completion_logprobs(self, piece: Piece) -> answers.CompletionLogprobs:
-        offsets, offset = [], piece.offset
-        for each in piece.logprobs:
-            offsets.append(offset)
-            offset += len(token_text(self._tokenizer, each.token))
+    def _completion_logprobs(self, piece: Piece, prompt: Sequence[int]) -> answers.CompletionLogprobs:
+        told = (*(piece.prompt or ()), *piece.logprobs)
+        tokens, values = [each.token for each in told], [_finite(each.logprob) for each in told]
+        tops = [
+            {self._name(token): _finite(value) for token, value in (*each.top, (each.token, each.logprob))}
+            for each in told
+        ]
+        # Nothing comes before the first token of a prompt that it could be likely behind.
+        first: list[None] = [] if piece.prompt is None else [None]
+        tokens = [*prompt[: len(first)], *tokens]
+        lengths = (len(token_text(self._tokenizer, token)) for token in tokens[:-1])
         return answers.CompletionLogprobs(
-            text_offset=offsets,
-            tokens=[self._name(each.token) for each in piece.logprobs],
-            token_logprobs=[_finite(each.logprob) for each in piece.logprobs],
-            top_logprobs=[
-                {self._name(token): _finite(value) for token, value in (*each.top, (each.token, each.logprob))}
-                for each in piece.logprobs
-            ],
+            text_offset=list(itertools.accumulate(lengths, initial=piece.offset)) if tokens else [],
+            tokens=[self._name(token) for token in tokens],
+            token_logprobs=[*first, *values],
+            top_logprobs=[*first, *tops],
         )
 
     def _chat_logprobs(self, piece: Piece) -> answers.ChatLogprobs | None:

@@ -125,6 +125,7 @@ def make_job(
         inputs or {},
         body.form,
         (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
+        body.wanted_prompt_logprobs,
     )
 
 

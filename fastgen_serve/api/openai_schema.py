@@ -199,6 +199,11 @@ class Generation(Cutting):
         raise NotImplementedError
 
     @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return None
+
+    @property
     def has_beams(self) -> bool:
         return self.use_beam_search or self.num_beams is not None
 
@@ -222,7 +227,13 @@ class CompletionRequest(Generation):
 
     prefix: ClassVar[str] = "cmpl-"
     prompt: Inputs = Field(description="A text, texts, token ids, or lists of token ids.")
-    max_tokens: Count | None = Field(default=None, description="New tokens, at the most: 16 for decoder-only models.")
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="New tokens, at the most: 16 for decoder-only models. 0 with echo=true only."
+    )
+    echo: bool | None = Field(
+        default=None,
+        description="The text begins with the prompt, and logprobs with those of its tokens; decoder-only models.",
+    )
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
         default=None,
         description="Log-probabilities of the new tokens, and of so many of the likeliest at each position.",
@@ -231,6 +242,14 @@ class CompletionRequest(Generation):
     suffix: Any = off("")
     prompt_embeds: Any = off([])
 
+    @model_validator(mode="after")
+    def _echoes(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens is 0: give 1 or more, or echo=true with it", param="max_tokens")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise BadRequest("echo: the log-probabilities of a prompt are not streamed, leave stream out", param="echo")
+        return self
+
     @property
     def limit(self) -> int | None:
         return self.max_tokens
@@ -238,6 +257,10 @@ class CompletionRequest(Generation):
     @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
 
 class Conversation(Templating, Generation):

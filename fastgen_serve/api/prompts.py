@@ -18,7 +18,7 @@ from fastgen.pipeline.encoding.loading import lowered
 from fastgen.pipeline.errors import one_line
 from fastgen_serve import images
 from fastgen_serve.api.messages_schema import Message, Templating
-from fastgen_serve.api.openai_schema import Cutting
+from fastgen_serve.api.openai_schema import Cutting, Generation
 from fastgen_serve.errors import BadRequest, TooLong
 from fastgen_serve.served import ServedModel
 from fastgen_serve.settings import ServeSettings
@@ -271,6 +271,13 @@ def check_length(model: ServedModel, prompt: int, new_tokens: int, param: str) -
         "completion.",
         param=param,
     )
+
+
+def text_of(model: ServedModel, prompt: str | Sequence[int], tokens: Sequence[int], body: Generation) -> str:
+    """The text that a prompt is, which may have been cut to these tokens."""
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        return prompt
+    return str(model.tokenizer.decode(list(tokens), skip_special_tokens=body.skip_special_tokens))
 
 
 def _check_characters(model: ServedModel, texts: Sequence[str], param: str) -> None:

@@ -21,6 +21,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.engine import EngineWorker
 from fastgen_serve.workers.loading import read_generating
 from fastgen_serve.workers.penalties import CountPenalties
+from fastgen_serve.workers.prompt_logprobs import check_size, prompt_logprobs
 from fastgen_serve.workers.watching import (
     BeamWatcher,
     Ends,
@@ -135,6 +136,8 @@ class GenerationWorker(EngineWorker):
             criteria.append(RowWatcher(prompt, ends, on_delta, recorder))
         elif on_delta is not None:
             options["streamer"] = TokenStreamer(ends.eos, on_delta)
+        if options.get("max_new_tokens") == 0:  # `generate` makes one, which nobody gets
+            options["max_new_tokens"] = 1
         if criteria:
             options["stopping_criteria"] = StoppingCriteriaList(criteria)
         future = self._engine.submit(self._given(job), timeout=0, **options)
@@ -171,6 +174,8 @@ class GenerationWorker(EngineWorker):
         beams = int(self._option(job, "num_beams") or 1)
         if beams > 1 and len(self._eos(job)) >= size:  # each beam has a candidate more than there are such tokens
             raise BadRequest("all tokens end a sequence: leave one that beams go on with", param="eos_token_id")
+        if job.prompt_logprobs is not None:
+            check_size(self._model, len(job.tokens))
         if job.logprobs is not None and beams > 1:
             raise BadRequest(
                 f"logprobs are those of sequences without beams, and this search has {beams}: give num_beams=1, or "
@@ -194,15 +199,21 @@ class GenerationWorker(EngineWorker):
         tokens = result if isinstance(result, Tensor) else result.sequences
         scores = None if isinstance(result, Tensor) else getattr(result, "sequences_scores", None)
         prompt, ends = self._prompt(job), self._ends(job)
+        told = None
+        if job.prompt_logprobs is not None:
+            told = prompt_logprobs(self._model, job.tokens, job.prompt_logprobs)
         made = []
         for row in range(tokens.shape[0]):
+            if job.options.get("max_new_tokens") == 0:
+                made.append(Sequence((), "length", logprobs=None if recorder is None else ()))
+                continue
             written, finish_reason, generated = ends.cut(tokens[row], prompt, self._option(job, "pad_token_id"))
             score = None if scores is None else float(scores[row])
             check_numbers(() if score is None else (score,))
             logprobs = None if recorder is None else tuple(recorder.of(row)[: len(written)])
             ended_by = int(tokens[row, prompt + len(written)]) if generated > len(written) else None
             made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated, ended_by))
-        return Generated(tuple(made))
+        return Generated(tuple(made), told)
 
 
 def _flat(value: Any) -> list[int]:

@@ -32,7 +32,9 @@ GOOD: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "/v1/completions": [
         ({"tools": []}, "tools"),
-        ({"echo": True}, "echo"),
+        ({"model": "bart", "echo": True}, "echo"),
+        ({"echo": True, "stream": True, "logprobs": 1}, "echo"),
+        ({"echo": "maybe"}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),

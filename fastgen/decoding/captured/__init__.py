@@ -1,1 +1,1 @@
-"""The captured decoding step: what does not depend on the toolkit. The design is in docs/architecture.md."""
+"""The toolkit-independent part of the captured decode step. docs/architecture.md explains the design."""

@@ -11,22 +11,22 @@ from fastgen.decoding.captured.search import NOTHING, Search
 from fastgen.ops import search_step
 from fastgen.ops.best_candidates import Candidates, best_continuations
 
-# Added to the scores of what is out of the question, as in the library.
+# Added to the scores of impossible candidates, as in the library.
 _NEVER = -1.0e9
 
 
 class BeamSearch(Search):
-    """Beam search; `early_stopping` as in `generate`. Candidates are the best ones, or they are drawn.
+    """Beam search, with `early_stopping` as in `generate`. Candidates are the best ones, or they are drawn.
 
     Args:
-        sorts: drawn candidates are put in order, the most probable first.
+        sorts: drawn candidates are sorted, the most probable first.
 
     Attributes:
-        running_scores: [batch, beams], float32: what `best_continuations` takes as `running`.
+        running_scores: [batch, beams], float32: the `running` argument of `best_continuations`.
         running_indices, indices: [batch, beams, new_capacity], int32: the row of the beam at each step.
         sequences, scores: like the running ones: the finished hypotheses, best first.
-        finished: [batch, beams], bool: which of those are there.
-        candidates: how many candidates of each input `take` takes.
+        finished: [batch, beams], bool: which of these exist.
+        candidates: number of candidates of each input that `take` expects.
     """
 
     parents: Tensor
@@ -54,17 +54,17 @@ class BeamSearch(Search):
         self._steps = torch.arange(self.new_capacity, device=device)
         self._first_rows = torch.arange(batch, device=device).unsqueeze(1) * beams
         self._best_beams = torch.arange(self.candidates, device=device) < beams
-        self._exponents = [(1.0, 1)] * batch  # of the length, and the most new tokens, by input
+        self._exponents = [(1.0, 1)] * batch  # by input: of the length, and the maximum number of new tokens
         self._penalties = torch.ones(batch, self.new_capacity + 2, dtype=torch.float32, device=device)
         self._favours_length = torch.zeros_like(self._is_real)
         if self._growing is not None:
             self._growing.add(self.sequences, self.running_indices, self.indices, self._penalties)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, length_penalty: float = 1.0, **options: Any) -> None:
-        """Starts a search, as `Search.begin`; `length_penalty` as in `generate`."""
+        """Starts a search like `Search.begin`, with `length_penalty` as in `generate`."""
         super().begin(prompt, new_tokens, **options)
         self.sequences.copy_(self.running_sequences)
-        # All beams are the same at first: only one of them may be continued.
+        # All beams are equal at first, so only one of them may be continued.
         scores = (self.running_scores, 0), (self.running_scores[:, 1:], _NEVER), (self.scores, _NEVER)
         for buffer, value in (*scores, (self.running_indices, -1), (self.indices, -1), (self.finished, False)):
             buffer.fill_(value)
@@ -119,11 +119,11 @@ class BeamSearch(Search):
             self._take(Candidates(*proposal), stops)
 
     def _take(self, candidates: Candidates, stops: Tensor | None) -> None:
-        """What the operator does, as torch's own operators do it."""
+        """Does the same as the operator with torch's own operators."""
         length, limit = self.length[:, :1], self.limit[:, :1]
         step = length - self.prompt_capacity
 
-        # The candidates with their histories; an index behind the end (in a step after it) writes nothing.
+        # The candidates with their histories. In a step after the end, the index is out of range and writes nothing.
         sequences = _pick(self.running_sequences, candidates.beams)
         sequences = torch.where(self._positions == length.unsqueeze(2), candidates.tokens.unsqueeze(2), sequences)
         rows = (candidates.beams + self._first_rows).int()
@@ -132,14 +132,14 @@ class BeamSearch(Search):
         is_last = length + 1 >= limit
         ends = self._ends(candidates.tokens, stops) | is_last
 
-        # Those that go on.
+        # The beams that continue.
         open_scores = candidates.scores + ends.float() * _NEVER
         chosen = open_scores.topk(self._per_input, dim=1).indices
         running_scores = open_scores.gather(1, chosen)
         parents = rows.gather(1, chosen).long()
         tokens = candidates.tokens.gather(1, chosen)
 
-        # Those that are finished: of the best only, if their input can still be improved.
+        # Finished candidates: only those of the best beams, and only if their input can still be improved.
         just_finished = ends & self._best_beams
         scores = self._per_length(candidates.scores, step + 1)
         if self._early_stopping is True:
@@ -151,7 +151,7 @@ class BeamSearch(Search):
         scores = scores.gather(1, kept)
         finished = torch.cat([self.finished, just_finished], dim=1).gather(1, kept)
 
-        # Is there anything left that could become better than what is there?
+        # Whether anything that is left could become better than the finished hypotheses.
         steps = step + 1
         if self._early_stopping == "never":
             steps = torch.where(self._favours_length, limit - self.prompt_capacity, steps)
@@ -162,8 +162,8 @@ class BeamSearch(Search):
         if self._early_stopping is True:
             unfinished = unfinished & ~finished.all(dim=1, keepdim=True)
 
-        # What is read above is written below, and only here. An input that is over goes on to its limit, as in the
-        # library while there are others: nothing that it finds is any better.
+        # Buffers that are read above are written only here. An input that is over continues to its limit, as in the
+        # library while other inputs run: nothing that it finds is better.
         self._improvable.copy_(improvable)
         moves = self._change(
             unfinished,
@@ -183,7 +183,7 @@ class BeamSearch(Search):
         return self.sequences[inputs, :count, start:end].flatten(0, 1).clone()
 
     def result_indices(self, inputs: slice, count: int) -> Tensor:
-        """The row of the beam at each step of what `results` returns, [inputs * count, generated], int32; -1 behind.
+        """Returns each beam's row at each step of `results`, [inputs * count, generated], int32, padded with -1.
 
         Rows are counted from the first one of these inputs.
         """
@@ -192,7 +192,7 @@ class BeamSearch(Search):
         return torch.where(rows == NOTHING, rows, rows - first)
 
     def result_scores(self, inputs: slice, count: int) -> Tensor:
-        """Of what `results` returns, [inputs * count], float32."""
+        """Returns the scores of `results`, [inputs * count], float32."""
         return self.scores[inputs, :count].flatten().clone()
 
     def insert(self, other: Search, source: Tensor | slice, target: slice = slice(None)) -> None:
@@ -208,19 +208,19 @@ class BeamSearch(Search):
 
     def _per_length(self, scores: Tensor, steps: Tensor) -> Tensor:
         penalty = self._penalties.gather(1, steps.clamp(0, self._penalties.shape[1] - 1))
-        # A GPU divides by a number from the host, which the library's penalty is, by multiplying with its inverse.
+        # A GPU divides by a host number, which the library's penalty is, by multiplying with its inverse.
         return scores * penalty.reciprocal() if scores.is_cuda else scores / penalty
 
 
 def _length_penalties(new_capacity: int, length_penalty: float, new_tokens: int) -> Tensor:
-    """What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
+    """Returns the divisors of scores by length, as Python computes them. Index 0 stands for no length, and is unused.
 
-    The last one is that of all new tokens, which may be more than there is room for.
+    The last divisor is that of all new tokens, which may be more than there is room for.
     """
     lengths = [*range(1, new_capacity + 1), max(new_capacity + 1, new_tokens)]
     return torch.tensor([1.0] + [float(k) ** length_penalty for k in lengths], dtype=torch.float64).float()
 
 
 def _pick(x: Tensor, beams: Tensor) -> Tensor:
-    """[batch, n, ...] and [batch, k] -> [batch, k, ...]: those of the second dimension."""
+    """Selects along the second dimension: [batch, n, ...] and [batch, k] -> [batch, k, ...]."""
     return x.gather(1, beams.unsqueeze(2).expand(-1, -1, x.shape[2]))

@@ -1,6 +1,6 @@
-"""A CUDA graph: what a function starts on the device, captured once and started again with one call.
+"""A CUDA graph: the kernels that a function launches, captured once and launched again with one call.
 
-On the CPU a `Program` stands for it.
+On a CPU, a `Program` replaces it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastgen.memory import no_collection
 from fastgen.ops import _library
 from fastgen.ops import gpu as operators
 
-# One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
+# One call of `generate` at a time uses the graphs of a device, which share the memory of their intermediate results.
 turn = forkable_lock()
 # Threads that wait for their turn on the CPU.
 _waiting: set[int] = set()
@@ -39,16 +39,16 @@ _turn_on_cpu = forkable_lock(undo=_waiting.clear)
 
 @contextlib.contextmanager
 def taken(device: torch.device, patience: float = 0.0) -> Iterator[None]:
-    """The turn of this thread. On the CPU, where a call can do without, it is waited for only if the user says always.
+    """Holds the turn for this thread. On a CPU, a call only waits for it if `captured_step` is "always".
 
     Args:
-        patience: seconds to wait at the most where a call would not wait.
+        patience: the most seconds to wait if the call would not wait otherwise.
 
     Raises:
-        CannotBeCaptured: on the CPU, another thread has the turn.
+        CannotBeCaptured: on a CPU, another thread has the turn.
     """
     lock = _turn_of(device)
-    if lock._is_owned():  # a call inside of another one
+    if lock._is_owned():  # a call inside another one
         with cache.call():
             yield
         return
@@ -60,7 +60,7 @@ def taken(device: torch.device, patience: float = 0.0) -> Iterator[None]:
 
 
 def _acquired(lock: Any, patience: float) -> bool:
-    """Whether this thread has the turn now; it waits for so many seconds at the most, or, with -1, for any number."""
+    """Waits at most `patience` seconds for the turn, with -1 without limit. Returns whether this thread has it."""
     if lock.acquire(blocking=False):
         return True
     if lock is _turn_on_cpu and patience:
@@ -72,12 +72,12 @@ def _acquired(lock: Any, patience: float) -> bool:
 
 
 def is_wanted(device: torch.device) -> bool:
-    """Whether others wait for the turn, which this thread has. On the CPU alone it is known."""
+    """Whether other threads wait for the turn that this thread has. Only known on a CPU."""
     return device.type == "cpu" and bool(_waiting)
 
 
 def _give_back(lock: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # this thread does not have it
+    with contextlib.suppress(RuntimeError):  # raised if this thread does not have it
         lock.release()
 
 
@@ -86,21 +86,21 @@ def _turn_of(device: torch.device) -> Any:
 
 
 def waits(device: torch.device) -> bool:
-    """Whether a call waits for the turn: on the CPU it can do without, unless the user says always."""
+    """Whether a call waits for the turn. On a CPU it can do without, unless `captured_step` is "always"."""
     return not is_recorded(device) or settings.current().captured_step == "always"
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Whether a program stands for the graph."""
+    """Whether steps on this device are recorded as programs, instead of being captured as CUDA graphs."""
     return device.type == "cpu"
 
 
 @contextlib.contextmanager
 def stepped_aside(device: torch.device) -> Iterator[None]:
-    """For code of others, between two graphs of a call: it may wait for a thread that has its turn meanwhile.
+    """Gives up the turn while third-party code runs between two graphs: it may wait for a thread that needs the turn.
 
-    Nothing that the call needs is in the memory of graphs and programs between two of its own. Nobody waits for a call
-    on the CPU, unless the user says always.
+    Between two of its graphs or programs, a call needs nothing from their memory. On a CPU, no thread waits for a call
+    unless `captured_step` is "always".
     """
     cache.third_party_runs()
     if not waits(device):
@@ -120,10 +120,10 @@ def _take(lock: Any) -> None:
 
 
 class _Shared(NamedTuple):
-    """What all graphs of a device share. For each stream, the pool has a workspace of cuBLAS.
+    """What all graphs of a device share. For each stream, the pool contains a cuBLAS workspace.
 
-    torch gives a pool up with the last graph in it, but not while memory of it is in use, as that workspace is, and it
-    refuses to capture into what is left. So there is one graph that stays, and is never replayed.
+    Torch gives up a pool with its last graph, but not while memory of it is in use, as that workspace is, and it
+    refuses to capture into the rest. So one graph is kept, which is never replayed.
     """
 
     pool: Any
@@ -132,14 +132,14 @@ class _Shared(NamedTuple):
 
 
 _shared: dict[int, _Shared] = {}
-# Of so many numbers a tensor is made on the device, at the most: each takes a call.
+# The most numbers of which a tensor is made on the device, with one call for each.
 _MOST_NUMBERS = 256
-# Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
+# Graphs whose capture failed. In some releases, torch's allocators still ask them for their streams.
 _abandoned: list[Any] = []
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why steps on this device cannot be captured."""
+    """Returns why steps on this device cannot be captured, or None."""
     if device.type == "cpu":
         if operators.is_interpreted():
             return "Triton's kernels are interpreted, which is not seen by what records a step"
@@ -148,7 +148,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def backend() -> str:
-    """What captures decoding steps in this process."""
+    """Returns what captures decoding steps in this process."""
     if settings.current().captured_step == "never":
         return "off (captured_step is never)"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -159,14 +159,14 @@ def backend() -> str:
 
 
 _made = itertools.count(1)
-made = 0  # graphs and programs of this process: while calls make more, they are not alike
+made = 0  # graphs and programs of this process; calls that make more are not in a steady state yet
 
 
 def new(device: torch.device, growing: Growing | None = None) -> Graph | Program:
-    """What captures on this device.
+    """Returns an object that captures on this device.
 
     Args:
-        growing: buffers that a program may go on with when they get other memory.
+        growing: buffers with which a program may stay valid when they get other memory.
     """
     global made
     made = next(_made)
@@ -174,33 +174,33 @@ def new(device: torch.device, growing: Growing | None = None) -> Graph | Program
 
 
 class Graph:
-    """A CUDA graph, in the memory pool that all graphs of its device share.
+    """A CUDA graph in the memory pool that all graphs of its device share.
 
-    Sharing is safe because they are replayed one after another, and because nothing that a replay leaves for the next
-    one is in the pool: that is in tensors which were there before the capture.
+    Sharing is safe because graphs are replayed one after another, and pass results to later replays only in tensors
+    that existed before the capture, outside of the pool.
     """
 
-    follows = False  # it has the addresses of buffers in it
+    follows = False  # it contains the addresses of buffers
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], object]) -> None:
-        """Captures what `function` starts on the device. It is not executed.
+        """Captures the kernels that `function` launches, without executing them.
 
         Raises:
-            RuntimeError: it does something that cannot be captured: waits for the device, say.
+            RuntimeError: the function does something that cannot be captured, such as waiting for the device.
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with torch.cuda.device(index), no_collection():  # which might free another graph
-            # While a capture is under way, torch cannot give memory that it holds for others to the pool.
+        with torch.cuda.device(index), no_collection():  # a collection might free another graph
+            # During a capture, torch cannot move memory that it holds for other uses to the pool.
             torch.cuda.empty_cache()
             pool, stream, _ = _shared_by_graphs(index)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 try:
-                    # Other threads may go on allocating meanwhile.
+                    # Other threads may keep allocating meanwhile.
                     self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     function()
                     self._graph.capture_end()
@@ -210,22 +210,22 @@ class Graph:
             torch.cuda.current_stream().wait_stream(stream)
 
     def _break_off(self, index: int, pool: Any) -> None:
-        """Ends a capture that failed, and undoes what its beginning has changed in releases of torch up to 2.12.
+        """Ends a failed capture, and undoes what its beginning has changed in releases of torch up to 2.12.
 
-        No other graph could be captured into the pool, and nothing could be drawn with the generator of the device.
+        Otherwise no other graph could be captured into the pool, and the device's generator could not draw.
         """
         try:
             self._graph.capture_end()
-            return  # what failed was no matter of the device
+            return  # the failure did not concern the device
         except RuntimeError:
             pass
         _shared.pop(index, None)
         self._graph.reset()
         _abandoned.append(self._graph)
-        with contextlib.suppress(RuntimeError):  # which says that torch has done it
+        with contextlib.suppress(RuntimeError):  # raised if torch has done it already
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)
-        # The end of any other capture tells the generator that none is under way.
+        # The end of any other capture tells the generator that no capture is under way.
         with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
             _capture_little(index)
 
@@ -234,7 +234,7 @@ class Graph:
 
 
 def let_pools_go() -> None:
-    """The memory of graphs that are gone can be given back; the next graph has a pool of its own."""
+    """Lets the memory of freed graphs be returned. The next graph gets a new pool."""
     _shared.clear()
 
 
@@ -247,7 +247,7 @@ def _shared_by_graphs(index: int) -> _Shared:
 
 
 def _capture_little(index: int, **options: Any) -> Any:
-    """A graph of one kernel, on the current stream: torch warns of one without."""
+    """Captures a graph of one kernel on the current stream, because torch warns of an empty graph."""
     number = torch.zeros((), device=torch.device("cuda", index))
     little = torch.cuda.CUDAGraph()
     little.capture_begin(capture_error_mode="thread_local", **options)
@@ -257,7 +257,7 @@ def _capture_little(index: int, **options: Any) -> Any:
 
 
 def capturable(function: Callable[[], object]) -> Callable[[], None]:
-    """The function, without what could not be captured though it need not wait for the host (`Capturable`)."""
+    """Returns the function with avoidable host copies and waits replaced (`Capturable`)."""
 
     def run() -> None:
         with Capturable():
@@ -267,9 +267,9 @@ def capturable(function: Callable[[], object]) -> Callable[[], None]:
 
 
 class Capturable(TorchFunctionMode):
-    """What torch would copy from the host, or ask the device for, is made on the device from what the host knows.
+    """Makes tensors on the device from values that the host knows, where torch would copy or ask the device.
 
-    One mode for all of it: each takes a microsecond of every call that a model makes of torch.
+    One mode does all of it, because each mode adds a microsecond to every torch call of a model.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -278,7 +278,7 @@ class Capturable(TorchFunctionMode):
 
 
 def _where(*args: Any, **options: Any) -> Any:
-    """`torch.where`, whose numbers become tensors."""
+    """Replaces `torch.where`, and makes tensors of numbers."""
     if len(args) == 3:
         condition, x, y = args
         args = condition, _tensor(x, y, condition.device), _tensor(y, x, condition.device)
@@ -286,7 +286,7 @@ def _where(*args: Any, **options: Any) -> Any:
 
 
 def _where_of(*args: Any, **options: Any) -> Any:
-    """`Tensor.where`, the same with the tensor first."""
+    """Replaces `Tensor.where`, whose first argument is the tensor."""
     if len(args) == 3:
         x, condition, y = args
         return _where(condition, x, y, **options)
@@ -294,9 +294,9 @@ def _where_of(*args: Any, **options: Any) -> Any:
 
 
 def _tensor_of(*args: Any, **options: Any) -> Tensor:
-    """`torch.tensor`, which makes that of a number for a device there, and that of a few numbers.
+    """Replaces `torch.tensor` of a number with a device, and of a few numbers.
 
-    The numbers are arguments of what is recorded: so they are frozen, and compared with sizes, as all others are.
+    The numbers become arguments of recorded operators: they are frozen, and compared with sizes, like all others.
     """
     if len(args) != 1 or not options.keys() <= {"device", "dtype"}:
         return torch.tensor(*args, **options)
@@ -310,7 +310,7 @@ def _tensor_of(*args: Any, **options: Any) -> Tensor:
 
 
 def _getitem(tensor: Tensor, index: Any) -> Any:
-    """`Tensor.__getitem__`, with a list of one place as a slice: torch would make a tensor of it."""
+    """Replaces `Tensor.__getitem__`, with a slice for a list of one index, of which torch would make a tensor."""
     parts = index if type(index) is tuple else (index,)
     lists = [at for at, part in enumerate(parts) if type(part) is list]
     if len(lists) != 1 or not all(type(part) in (list, slice, EllipsisType) for part in parts):
@@ -321,9 +321,9 @@ def _getitem(tensor: Tensor, index: Any) -> Any:
     (place,) = parts[at]
     found = Tensor.__getitem__(tensor, (*parts[:at], slice(place, place + 1 or None), *parts[at + 1 :]))
     axis = at - len(parts) if any(part is Ellipsis for part in parts[:at]) else at
-    if found.shape[axis] != 1:  # there is no such place, of which a slice says nothing
+    if found.shape[axis] != 1:  # the index is out of range, for which a slice raises no error
         return row_lengths.getitem(tensor, index)
-    return found.clone()  # no view, as from a list
+    return found.clone()  # indexing with a list gives no view
 
 
 _CAPTURABLE: dict[Any, Callable[..., Any]] = {
@@ -336,14 +336,14 @@ _CAPTURABLE: dict[Any, Callable[..., Any]] = {
 
 
 def _tensor(x: Any, other: Any, device: torch.device) -> Any:
-    """A number as a tensor of the type that it and `other` have together."""
+    """Returns a number as a tensor, of the dtype that it and `other` promote to."""
     if isinstance(x, Tensor):
         return x
     return torch.full((), x, dtype=torch.result_type(x, other), device=device)
 
 
 class LateFlag:
-    """A flag on the device, never taken back, that the host reads `late` steps late: the device never waits for it."""
+    """A flag on the device, set once, that the host reads `late` steps later, so that the device never waits for it."""
 
     def __init__(self, device: torch.device, late: int) -> None:
         self._device = device
@@ -361,19 +361,19 @@ class LateFlag:
         self._flag.fill_(False)
 
     def send(self, flag: Tensor) -> None:
-        """Part of the step: copies the flag to the host, without waiting."""
+        """Copies the flag to the host without waiting. A part of the step."""
         self._flag.copy_(flag, non_blocking=True)
 
     def is_set(self) -> bool:
-        """To be called after each step has been started: whether the flag was set `late` steps ago, or since."""
+        """Whether the flag was set `late` steps ago or later. To be called after each step has been started."""
         if self._is_cuda:
             if self._end is None:
-                # A replay copies to this memory without torch's knowing: it must not be given to others before that.
-                # Made here, as an interrupt that comes in a destructor is lost: on the CPU there is none.
+                # Replays copy to this memory without torch's knowledge: it must not be reused before they end. Made
+                # here, because an interrupt in a destructor is lost. A CPU needs none.
                 self._end = weakref.finalize(self, _let_end, self._events, self._flag)
                 self._end.atexit = False
             event = self._spare.pop() if self._spare else torch.cuda.Event()
-            # The stream of this device, whichever the current one is.
+            # The stream of this device, even if another device is current.
             event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
             if len(self._events) <= self._late:
@@ -390,6 +390,6 @@ def _wait_for(events: list[torch.cuda.Event]) -> None:
 
 
 def _let_end(events: list[torch.cuda.Event], flag: Tensor) -> None:
-    """What is under way still writes to the flag."""
+    """Waits for the steps under way, which still write to the flag."""
     with contextlib.suppress(Exception):
         _wait_for(events)

@@ -1,10 +1,10 @@
-"""A graph for the CPU: what a function does, recorded once and executed again on the same memory.
+"""A graph for the CPU: the operators of a function, recorded once and executed again on the same memory.
 
-The recorded operators are executed one after the other, with their results in memory that was planned ahead. No
-module is run, and for nearly all of them there is no view and no allocation.
+The recorded operators run one after the other, with their results in memory that was planned ahead. No module runs, and
+nearly all operators need no view and no allocation.
 
-Products with a weight become those of the kernel that `fastgen.ops.linear.choose` names, and small elementwise
-operators one call.
+Products with a weight use the kernel that `fastgen.ops.linear.choose` selects. Small elementwise operators become one
+call.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, 
 from fastgen.memory import no_collection
 from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
-# Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
-# leaves for the next one is in tensors that were there before the capture.
+# Shared by all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time run programs, and a program
+# passes results to the next one only in tensors that existed before the capture.
 memory = arena.Arena()
 
 
 class Program:
-    """Records a function, and executes it again. Has the methods of `fastgen.decoding.captured.graph.Graph`.
+    """Records a function, and executes it again. It has the methods of `fastgen.decoding.captured.graph.Graph`.
 
-    With a `Prepared`, it is there without a capture.
+    With a `Prepared`, it needs no capture.
 
     Attributes:
-        follows: once it is captured, whether it goes on with buffers of `growing` that have got other memory.
+        follows: whether the captured program stays valid when buffers of `growing` get other memory.
     """
 
     def __init__(
@@ -52,59 +52,59 @@ class Program:
                 self.take(prepared)
 
     def capture(self, function: Callable[[], object]) -> None:
-        """Records what `function` does. What it writes is undone.
+        """Records what `function` does, and undoes what it writes.
 
         Raises:
-            RuntimeError: it does what cannot be captured on a GPU.
+            RuntimeError: the function does something that cannot be captured on a GPU.
         """
         with torch._C._InferenceMode(True), no_collection():
             self.take(prepared(function, self._memory))
 
     def take(self, prepared: Prepared) -> None:
-        """Executes this from now on."""
+        """Compiles a prepared recording, which later replays execute."""
         compiler = _Compiler(prepared, self._growing)
         self._calls, self._chunks = panel_ops.Calls(compiler.calls()), prepared.chunks
         self.follows = compiler.follows
 
     def replay(self) -> None:
-        """Executes it on the memory as it is."""
+        """Executes the program on the present contents of its memory."""
         with torch._C._InferenceMode(True), thread_pool.for_replay():
             for call in self.calls(planned=not command_list.is_profiled()):
                 call()
 
     def calls(self, planned: bool) -> Sequence[Callable[[], object]]:
-        """What the next replay executes: operators one by one, or with plans in the place of several."""
+        """Returns the calls of the next replay: operators one by one, or with command lists of several if `planned`."""
         return self._calls.now(planned)
 
 
 def prepared(
     function: Callable[[], object], memory: arena.Arena = memory, scratch: frozenset[int] = frozenset()
 ) -> Prepared:
-    """What a function does; `scratch` as of `record`.
+    """Records a function and prepares it for execution. `scratch` is as in `record`.
 
     Raises:
-        RuntimeError: it does what cannot be captured on a GPU, or there is too little memory.
+        RuntimeError: the function does something that cannot be captured on a GPU, or there is too little memory.
     """
     return Prepared.of(record(function, scratch)[0], memory)
 
 
-# What an operator becomes: what it does to small tensors, a linear op, or a call.
+# What an operator compiles to: instructions on small tensors, a linear op, or a call.
 _Work = list[elementwise.Instruction] | linear_ops.AnyLinearOp | Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recording behind the graph passes, with its memory planned.
+    """A recording after the graph passes, with its memory planned.
 
     Attributes:
-        groups: its operations, products with one input together, in the order in which they are executed.
-        storages: by number: memory that operations use; not that of results.
-        places: of the storages that the recording makes itself: the chunk, and where it begins there, in bytes.
-        made: the numbers of storages that the recording makes itself.
-        read, written: the numbers of those that operations read, or write to.
-        host_values: the numbers of those that hold values of the host's.
-        constants: what has made those storages whose contents are the same in each replay, in its order.
-        follows: whether it goes on with buffers that have got other memory, where that is known.
+        groups: its operations in execution order; products with one input form a group.
+        storages: by number: memory that operations use, except that of results.
+        places: for storages that the recording makes: the chunk, and the offset in it in bytes.
+        made: numbers of the storages that the recording makes.
+        read, written: numbers of the storages that operations read, or write to.
+        host_values: numbers of the storages that hold host values.
+        constants: the operations that make storages of equal contents in each replay, in order.
+        follows: whether it stays valid with buffers that get other memory; None if that is not known.
     """
 
     groups: list[list[Operation]]
@@ -119,7 +119,7 @@ class Prepared:
 
     @staticmethod
     def of(recording: Recording, memory: arena.Arena) -> Prepared:
-        """Raises RuntimeError where the recording is not whole, or there is too little memory."""
+        """Prepares a recording. Raises RuntimeError if it is incomplete, or there is too little memory."""
         _check_that_all_is_written(recording)
         host_values = frozenset(recording.host_values)
         recording = graph_passes.run(recording)
@@ -141,17 +141,17 @@ class Prepared:
 
     @property
     def all_operations(self) -> Iterator[Operation]:
-        """With those that have made the constants."""
+        """Iterates over all operations, those that made the constants first."""
         return itertools.chain(self.constants, self.operations)
 
     @property
     def chunks(self) -> set[arena.Chunk]:
-        """What the results lie in."""
+        """The chunks that hold the results."""
         return {chunk for chunk, _ in self.places.values()}
 
 
 class _Compiler:
-    """From a prepared recording to calls."""
+    """Compiles a prepared recording to calls."""
 
     def __init__(self, prepared: Prepared, growing: Growing | None) -> None:
         self._growing = growing
@@ -164,7 +164,7 @@ class _Compiler:
         self._heads: dict[int, lm_head.GreedyHead] = {}
 
     def calls(self) -> list[Callable[[], object] | panel_ops.PanelOps]:
-        """Small elementwise operators that follow one another are one call, and so are the products of a group."""
+        """Returns the calls. Adjacent small elementwise operators become one call, as do the products of a group."""
         found: list[Callable[[], object] | panel_ops.PanelOps] = []
         calls = (call for group in self._groups for call in linear_ops.batched([self._call_of(each) for each in group]))
         for are_small, neighbours in itertools.groupby(calls, lambda call: isinstance(call, list)):
@@ -189,14 +189,14 @@ class _Compiler:
         work: _Work | None = None
         if self._growing is None or not self._growing.touches(operation, self._storages):
             work = elementwise.instructions(function, args, kwargs, read)
-        # Named arguments are alpha and beta: such a product is no linear layer.
+        # Named arguments would be alpha and beta: such a product is no linear layer.
         if work is None and not kwargs and len(results) == 1 and results[0] is not None:
             work = linear_ops.of(operation, args, results[0], self._written)
         if work is not None:
             return work
         if not any(result is not None for result in results):
             return partial(function, *args, **kwargs)
-        # Of their forms with `out`, the one copies twice, and the other one changes no type.
+        # Of the variants with `out`, one copies twice, and the other cannot change the dtype.
         if function in COPIES and results[0] is not None:
             return partial(torch.ops.aten.copy_.default, results[0], args[0])
         if function is torch.ops.aten.argmax.default and args[1:] in ((-1,), (1,)) and results[0] is not None:
@@ -220,9 +220,9 @@ class _Compiler:
 
 
 def _check_that_all_is_written(recording: Recording) -> None:
-    """Raises RuntimeError where an operator reads memory that no recorded one has written.
+    """Raises RuntimeError if an operator reads memory that no recorded one has written.
 
-    Then there is a kernel that the recorder has not seen: one that is not called through torch's dispatcher.
+    Then the recorder has missed a kernel, which is not called through torch's dispatcher.
     """
     written: set[int] = set()
     for operation in recording.operations:
@@ -235,7 +235,7 @@ def _check_that_all_is_written(recording: Recording) -> None:
 
 
 def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
-    """For an operator that cannot write to memory that is there."""
+    """Runs an operator that cannot write to preallocated memory, and copies its results there."""
     found = function()
     for tensor, result in zip(tensors_in(found), results, strict=True):
         if result is not None:
@@ -243,9 +243,9 @@ def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
 
 
 def _grouped(operations: list[Operation]) -> list[list[Operation]]:
-    """The operators in an order in which products with one input are a group: none reads what another one writes."""
+    """Reorders operators so that products with one input form a group, none of which reads what another one writes."""
     found: list[list[Operation]] = []
-    taken: set[int] = set()  # numbers of operators that belong to a group that began before
+    taken: set[int] = set()  # numbers of operators that belong to an earlier group
     for number, first in enumerate(operations):
         if number in taken:
             continue
@@ -260,7 +260,7 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
                 taken.add(behind)
             else:
                 others += 1
-                if others > 2 or other.function._schema.is_mutable:  # between a gate and the rest is an activation
+                if others > 2 or other.function._schema.is_mutable:  # an activation may come after a gate
                     break
             written |= other.made
         found.append(group)
@@ -268,7 +268,7 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
 
 
 def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, arena.Buffer]:
-    """Of the storages that a recording makes itself, by number. What is in a group is executed at one moment."""
+    """Returns the lifetimes of storages that a recording makes, by number. A group is executed at one moment."""
     made = recording.made
     refs = [[p for each in group for p in (*each.args, *each.outputs) if isinstance(p, TensorRef)] for group in groups]
     return arena.lifetimes([(ref.storage, ref.end) for ref in some if ref.storage in made] for some in refs)

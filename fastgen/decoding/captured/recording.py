@@ -1,7 +1,7 @@
-"""Records what a function does on the CPU, operator by operator, as a CUDA graph records what it starts on a GPU.
+"""Records what a function does on a CPU, operator by operator, as a CUDA graph records kernel launches on a GPU.
 
-Addresses, sizes and host values are frozen, and what would make the host wait for a device is refused: one function can
-be captured on both. Only what goes through torch's dispatcher is seen.
+Addresses, sizes and host values are frozen. Anything that would make the host wait for a device is refused, so that the
+same function can be captured on both. Only calls through torch's dispatcher are seen.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from fastgen.ops import kv_write
 _aten = torch.ops.aten
 
 _PLAIN: frozenset[Any] = frozenset({Tensor, torch.nn.Parameter})
-# Results whose size, or a decision of the host's that, only the device knows.
+# Operators whose result size, or a host decision on it, depends on values that only the device knows.
 _WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _INDEXING = frozenset({_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
 _COPYING = frozenset({_aten.copy_, _aten._to_copy})
-# On the CPU these need no operator; on a GPU they copy to the host, or from it.
-# Whoever asks for the address has a kernel that torch's dispatcher does not see.
+# On a CPU these run no operator, but on a GPU they copy to the host or from it. A caller that asks for the address has
+# a kernel that does not go through torch's dispatcher.
 _TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr})
 _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
-# With a number in the place of a tensor these make a tensor of it on the host first.
+# If an argument is a number, these first make a tensor of it on the host.
 _CHOOSING = frozenset({torch.where, Tensor.where})
 _BETWEEN_HOST_AND_DEVICE = _TO_HOST | _FROM_HOST | _CHOOSING
 
 
 def record(function: Callable[[], Any], scratch: frozenset[int] = frozenset()) -> tuple[Recording, Any]:
-    """Calls `function` once, and undoes what it has written to memory that was there before.
+    """Calls `function` once, and undoes what it has written to memory that existed before.
 
     Args:
-        scratch: addresses of storage objects whose contents nobody needs: what is written there is not undone.
+        scratch: addresses of storage objects whose contents are not needed: writes to them are not undone.
 
     Returns:
         The recording, and what `function` returned.
 
     Raises:
-        RuntimeError: it does what cannot be captured on a GPU. Whatever it raises is passed on; memory is put back.
+        RuntimeError: the function cannot be captured on a GPU. Its own exceptions are passed on; memory is restored.
     """
     recorder = _Recorder(scratch)
     with interrupts.undoing(recorder.put_back), _modes_put_back(), _captures(), _HostAccess(), recorder:
@@ -64,9 +64,9 @@ _FUNCTION = (overrides._get_current_function_mode_stack, overrides._push_mode, o
 
 @contextlib.contextmanager
 def _modes_put_back() -> Iterator[None]:
-    """An interrupt may come between torch's taking a mode and its putting it back: then it would stay for good.
+    """Restores torch's modes, because an interrupt may come while torch has taken one off its stack.
 
-    What torch says of its stack then is about an interrupt that it has met: that one is passed on.
+    The RuntimeError that torch then raises about its stack is due to the interrupt, which is passed on instead.
     """
     handled = sys.exc_info()[1]
     with interrupts.undoing(partial(_put_back, (_DISPATCH[0](), _FUNCTION[0]()))):
@@ -85,7 +85,7 @@ def _put_back(before: tuple[list[Any], list[Any]]) -> None:
             push(mode)
 
 
-# The thread that records, if one does, and torch's own function, for which another one stands meanwhile.
+# The recording thread, if there is one, and torch's own function, which is replaced meanwhile.
 _recording: dict[int, Callable[[], bool]] = {}
 
 
@@ -99,7 +99,7 @@ _one_capture = forkable_lock(undo=_end_recording)
 
 
 def is_capturing() -> bool:
-    """Whether what this thread does is recorded, or captured in a CUDA graph: it must not look at values."""
+    """Whether this thread records, or captures a CUDA graph, so that it must not look at values."""
     if threading.get_ident() in _recording:
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -107,9 +107,9 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def _captures() -> Iterator[None]:
-    """What torch answers while a stream is captured: Transformers then leaves out questions about values."""
+    """Makes torch answer as during a stream capture, for which Transformers leaves out questions about values."""
     own, cuda = threading.get_ident(), torch.cuda
-    with _one_capture:  # the function is one for all threads
+    with _one_capture:  # all threads share the function
         if own in _recording:
             yield
             return
@@ -123,7 +123,7 @@ def _captures() -> Iterator[None]:
 
 
 class _HostAccess(TorchFunctionMode):
-    """Refuses what a GPU would copy to the host or from pageable memory, and a CPU has no operator for."""
+    """Refuses functions that on a GPU copy to the host or from pageable memory, and on a CPU run no operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _BETWEEN_HOST_AND_DEVICE and _copies(func, args):
@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, scratch: frozenset[int]) -> None:
         super().__init__()
         self.recording, self._scratch = Recording(), scratch
-        self._numbers: dict[int, int] = {}  # of storages, by address of the storage object
+        self._numbers: dict[int, int] = {}  # numbers of storages, by address of the storage object
         self._saved: set[int] = set()
         self._undo: list[Callable[[], Any]] = []
         self._host: set[int] = set()  # storages of tensors made from host values
@@ -155,11 +155,11 @@ class _Recorder(TorchDispatchMode):
         arguments = tensors_in((args, kwargs))
         kinds: set[Any] = set(map(type, arguments))
         if not kinds <= _PLAIN and any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in kinds):
-            return NotImplemented  # the subclass calls operators with ordinary tensors, and those come here
+            return NotImplemented  # the subclass calls operators with ordinary tensors, which come here
         facts = _facts(func)
         if self._host or facts.is_checked:
             self._check(func, args, kwargs, arguments)
-        # In inference mode composed operators arrive in one piece; the synchronising one may be inside.
+        # In inference mode, composite operators arrive whole; a synchronising operator may be inside.
         if facts.is_composed:
             with self:
                 if func is _aten.linear.default and _is_plain_linear(*args, **kwargs):
@@ -176,7 +176,7 @@ class _Recorder(TorchDispatchMode):
         if self._scratch and all(tensor.untyped_storage()._cdata in self._scratch for tensor in changed):
             pass
         elif func is kv_write.OPERATOR and not self._numbers_of(changed) & (self.recording.made | self._saved):
-            self._undo.append(kv_write.undo(*args[2:]))  # K and V are large
+            self._undo.append(kv_write.undo(*args[2:]))  # saves only what is overwritten, because K and V are large
         else:
             for written in changed:
                 self._save(written)
@@ -186,19 +186,19 @@ class _Recorder(TorchDispatchMode):
                 self._remember(generator)
         if kwargs or any(isinstance(argument, list | tuple | dict) for argument in args):
             flat, structure = tree_flatten((args, kwargs))
-        else:  # which takes a good part of the time
+        else:  # `tree_flatten` takes a good part of the recording's time
             flat, structure = list(args), structure_of(len(args))
         refs = [self._ref(arg) for arg in flat]
         result = self._result(func, args, kwargs, arguments)
         outputs = [self._allocate(tensor) for tensor in tensors_in(result)]
-        # What changes only how a tensor is laid out is in the args of those that follow.
+        # An operator that only changes a tensor's layout shows in the arguments of later operators.
         if facts.writes or any(ref is not None for ref in outputs) or not outputs:
             in_place = frozenset(self._numbers_of(changed))
             self.recording.operations.append(Operation(func, refs, structure, outputs, in_place))
         return result
 
     def _result(self, func: Any, args: tuple, kwargs: dict, arguments: list[Tensor]) -> Any:
-        """What the operator returns. Nobody looks at the numbers of a product with memory that was there before."""
+        """Returns the operator's result; zeros for a product with earlier memory, whose values nobody reads."""
         if func in PRODUCTS and not kwargs and not self._numbers_of(arguments) <= self.recording.made:
             x, weight = args[-2:]
             return x.new_zeros(x.shape[0], weight.shape[1])
@@ -206,15 +206,15 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would have a compiler look at each call of the method above."""
+        """Returns False, because torch would otherwise have a compiler inspect each call of the method above."""
         return False
 
     def put_back(self) -> None:
-        """A capture executes nothing: restores what was written."""
+        """Restores what was written, because a capture executes nothing."""
         for undo in reversed(self._undo):
             undo()
         for generator, state in self._generators.items():
-            if self._draws:  # or another thread's draws would repeat
+            if self._draws:  # otherwise draws of another thread would repeat
                 generator.set_state(state)
 
     def _check(self, func: Any, args: tuple, kwargs: dict, arguments: list[Tensor]) -> None:
@@ -239,7 +239,7 @@ class _Recorder(TorchDispatchMode):
                 _refuse(func, f"copies from {source.device} to {target}, and not from pinned memory without waiting")
 
     def _lift(self, func: Any, args: tuple) -> Tensor:
-        """A tensor of host values, made by torch for `x[i] = number` or for a list of indices: frozen."""
+        """Handles a tensor that torch makes of host values for `x[i] = number`, or for a list of indices: frozen."""
         (lifted,) = args
         storage = lifted.untyped_storage()
         self.recording.host_values.add(self._number(storage))
@@ -261,7 +261,7 @@ class _Recorder(TorchDispatchMode):
         return ref
 
     def _number(self, storage: torch.UntypedStorage) -> int:
-        # The storages are held, so that no other one can have the address of one that is gone.
+        # The recording holds the storages, so that no new one can get the address of a freed one.
         number = self._numbers.setdefault(storage._cdata, len(self.recording.storages))
         if number == len(self.recording.storages):
             self.recording.storages.append(storage)
@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):
         return {self._number(tensor.untyped_storage()) for tensor in tensors}
 
     def _save(self, tensor: Tensor) -> None:
-        """Keeps the contents of memory that was there before the capture, when it is first written to."""
+        """Saves the contents of memory that existed before the capture, when it is first written to."""
         number = self._number(tensor.untyped_storage())
         if number not in self.recording.made and number not in self._saved:
             self._saved.add(number)
@@ -284,15 +284,15 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Facts(NamedTuple):
-    """What the recorder asks of an operator.
+    """Properties of an operator that the recorder needs.
 
     Attributes:
-        is_checked: it may do what cannot be captured on a GPU.
-        is_composed: it is made of others.
-        is_view: it does nothing but make other views of the memory of its arguments.
-        draws: it uses a generator of random numbers.
-        writes: it writes to its arguments, more than how they are laid out.
-        written: which ones: their places and names.
+        is_checked: it may do something that cannot be captured on a GPU.
+        is_composed: it is composed of other operators.
+        is_view: it only makes views of its arguments' memory.
+        draws: it uses a random number generator.
+        writes: it writes to its arguments' contents, not only to their layout.
+        written: positions and names of the arguments that it writes to.
     """
 
     is_checked: bool
@@ -320,13 +320,13 @@ def _facts(func: Any) -> _Facts:
 
 
 def _is_plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether torch computes the layer as `_linear` does, bit for bit."""
+    """Whether torch computes the layer bit for bit as `_linear` does."""
     has_rows = x.dim() >= 2 and x.numel() > 0 and x.is_contiguous()
     return has_rows and weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What torch makes of a linear layer. Its own decomposition takes longer than all else that is recorded."""
+    """Decomposes a linear layer as torch does. Torch's own code for it takes longer than the rest of the recording."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
@@ -337,7 +337,9 @@ def _refuse(function: Any, reason: str) -> None:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in tuples, lists and dictionaries, in order. torch's own function takes twice as long or longer."""
+    """Returns the tensors in tuples, lists and dictionaries, in order. Torch's function takes at least twice as
+    long.
+    """
     if isinstance(tree, Tensor):
         return [tree]
     found: list[Tensor] = []

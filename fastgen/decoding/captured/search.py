@@ -1,8 +1,8 @@
-"""The bookkeeping of a search in buffers of fixed sizes, with nothing that waits for the device.
+"""The bookkeeping of a search in buffers of fixed sizes. Nothing in it waits for the device.
 
-The rules are those of Transformers' loops (5.x), number by number. There, shapes grow with the length and the host
-looks at a flag in every step; here, the lengths are on the device, every step does the same, and a step after the end
-changes nothing, so that the flag may be looked at late. Every input has its own length, and may begin at any step.
+The rules are exactly those of Transformers' loops (5.x). In the library, shapes grow with the length, and the host
+reads a flag in every step. Here, lengths are on the device and every step runs the same operations. A step after the
+end changes nothing, so the host may read the flag late. Every input has its own length, and may begin at any step.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from torch import Tensor
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.ops import search_step
 
-# Stands in front of a prompt that is shorter than its part of the buffer: no token.
+# Precedes a prompt that is shorter than its part of the buffer; it is no token.
 NOTHING = -1
-# What a search fails with whose probabilities are NaN.
+# The error of a search whose probabilities are NaN.
 NOT_NUMBERS = "probabilities to draw from are not numbers"
 
 
 class Search:
-    """Sequences in buffers, and how far they are: at most `batch` inputs with `per_input` sequences each.
+    """Sequences in buffers, and their lengths: at most `batch` inputs with `per_input` sequences each.
 
-    Every sequence is continued for itself: with the most probable token, or with one that is drawn.
+    Each sequence is continued independently, with the most probable token or with one that is drawn.
 
-    The buffers have prompt_capacity + new_capacity positions. A prompt is at the end of its part, so that what is
-    generated begins at the same position whatever the prompt's length. Tokens of `eos` end a sequence; `begin` may name
-    others, as many or fewer.
+    The buffers have prompt_capacity + new_capacity positions. A prompt is at the end of its part, so that new tokens
+    begin at the same position whatever the prompt's length. Tokens of `eos` end a sequence; `begin` may set others, at
+    most as many.
 
     Args:
         growing: of the step, if its buffers may grow.
 
     Attributes:
-        prompt_capacity, new_capacity: positions for the prompt and for what is generated.
+        prompt_capacity, new_capacity: positions for the prompt and for new tokens.
         running_sequences: [batch, per_input, prompt_capacity + new_capacity], int64: filled up to `length`.
-        start, length, limit: [batch, per_input], int64: where sequences begin, up to where they are filled, and may go.
-        prompt: one int64: where all prompts end.
-        unfinished: [batch, per_input], bool: sequences that go on; of beam search, those of inputs that do.
-        tokens: [rows], int64: what each row is continued with.
+        start, length, limit: [batch, per_input], int64: where sequences begin, where they end now, and where at most.
+        prompt: int64 scalar: where all prompts end.
+        unfinished: [batch, per_input], bool: sequences that continue; in beam search, those of inputs that continue.
+        tokens: [rows], int64: the token that continues each row.
         parents: [rows], int64: the row that each row continues; None: itself.
-        taken: [batch, per_input], int64: by how many tokens the step has continued each sequence.
-        done: one bool: all of the search is over.
-        has_nan: one bool: probabilities to draw from were NaN, and all of the search is over.
-        nan_inputs: [batch, 1], bool: the same where inputs come and go: only these are over.
-        noise: [rows, vocabulary], float32, exponentially distributed: what the next step draws with, where inputs have
-            generators of their own; None: torch's draws.
-        draws: [batch, 1], bool: inputs whose tokens are drawn. The others take the most probable, where there is noise.
+        taken: [batch, per_input], int64: how many tokens the step has added to each sequence.
+        done: bool scalar: the whole search is over.
+        has_nan: bool scalar: probabilities to draw from were NaN, and the whole search is over.
+        nan_inputs: [batch, 1], bool: the same by input if inputs come and go: only these inputs are over.
+        noise: [rows, vocabulary], float32, exponentially distributed: the noise of the next step's draws if inputs have
+            their own generators; None: torch draws.
+        draws: [batch, 1], bool: inputs whose tokens are drawn. With `noise`, others take the most probable token.
     """
 
     parents: Tensor | None = None
     noise: Tensor | None = None
-    # Buffers with a column for each position of sequences, and for each step.
+    # Buffers with a column for each position of the sequences, and buffers with a column for each step.
     _by_position: tuple[str, ...] = ("running_sequences",)
     _by_step: tuple[str, ...] = ()
 
@@ -85,22 +85,22 @@ class Search:
         self.has_nan = torch.zeros_like(self.done)
         self.nan_inputs = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         self.draws = torch.ones_like(self.nan_inputs)
-        # Inputs that are there; the others fill the batch up.
+        # Inputs of the call; the others only fill the batch.
         self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
         if growing is not None:
             growing.add(self.running_sequences)
 
     @property
     def running_tokens(self) -> Tensor:
-        """[rows, prompt_capacity + new_capacity]: the running sequences, for processors."""
+        """The running sequences as processors get them, [rows, prompt_capacity + new_capacity]."""
         return self.running_sequences.flatten(0, 1)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, eos: Sequence[int] | None = None) -> None:
-        """Starts a search from `prompt`, [n, length], int64; `fill` stands behind the end of a sequence.
+        """Starts a search from `prompt`, [n, length], int64. `fill` pads sequences after their ends.
 
-        It is that of the first n inputs. The rest fill the batch up. `eos` ends all of them from now on.
+        The prompts are those of the first n inputs; the rest only fills the batch. `eos` ends all inputs from now on.
 
-        With more new tokens than the capacity, the search has to grow in time, or another one to take over.
+        With more new tokens than the capacity, the search has to grow in time, or another search has to take over.
 
         Raises:
             ValueError: there is nothing to generate, or the prompt is too long.
@@ -129,13 +129,13 @@ class Search:
             flag.fill_(False)
 
     def put_ends(self, eos: Sequence[int]) -> None:
-        """These tokens end sequences from now on: no more than there is room for."""
+        """Sets the tokens that end sequences from now on: at most as many as there is room for."""
         self._eos.fill_(NOTHING)
         self._eos[: len(eos)] = torch.tensor(list(eos), dtype=torch.int64)
 
     def reserve(self, prompt_capacity: int, new_capacity: int) -> Callable[[], None]:
-        """Memory for more positions: it takes the place of the other in what is returned, which allocates nothing. The
-        sequences stay what they are.
+        """Allocates memory for more positions. Returns a function that replaces the buffers, and allocates nothing. The
+        sequences keep their contents.
         """
         larger = {name: self._larger(name, prompt_capacity, new_capacity) for name in self._lengthening}
         more = prompt_capacity - self.prompt_capacity
@@ -163,11 +163,11 @@ class Search:
 
     @property
     def _lengthening(self) -> tuple[str, ...]:
-        """The buffers whose size is a matter of capacities."""
+        """Names of the buffers whose sizes depend on the capacities."""
         return *self._by_position, *self._by_step
 
     def _larger(self, name: str, prompt_capacity: int, new_capacity: int) -> Tensor:
-        """A buffer for these capacities, with what is there where nothing has been written."""
+        """Returns a buffer for these capacities, with the value of positions that have not been written."""
         old = getattr(self, name)
         if name in self._by_position:
             fill = self._fill.view(self._batch, self._per_input, 1)
@@ -175,24 +175,24 @@ class Search:
         return old.new_full((*old.shape[:-1], new_capacity), NOTHING)
 
     def _tables(self, prompt_capacity: int, new_capacity: int) -> dict[str, Tensor]:
-        """What else depends on the capacities, by name."""
+        """Returns other tensors that depend on the capacities, by name."""
         return {"_positions": torch.arange(prompt_capacity + new_capacity, device=self.tokens.device)}
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
-        """Continuations for `take`, by scores [rows, vocabulary]: logits, or (not normalised) what was made of them.
+        """Returns continuations for `take`, by scores, [rows, vocabulary]: logits if `normalise`, else processed ones.
 
-        The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
+        A row gets its best token, or one that is drawn; after the end of its sequence, the padding token.
         """
         tokens = (self._drawn(scores) if self._samples else scores).argmax(dim=-1)
         return (torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens,)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: slice, start: int, end: int) -> Tensor:
-        """Those proposed for these inputs, which are at [start, end): [inputs * continuations, end - start + 1]."""
+        """Returns [inputs * continuations, end - start + 1]: sequences at [start, end), with the proposed tokens."""
         sequences, tokens = self.running_sequences[inputs, :, start:end], self._by_input(proposal[0])[inputs]
         return torch.cat([sequences, tokens.unsqueeze(2)], dim=2).flatten(0, 1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
-        """Goes on with what was proposed, in place. Continuations of `stops`, bools, end whatever their token is."""
+        """Continues with the proposal, in place. Continuations of `stops`, bools, end whatever their token is."""
         if search_step.available(self.tokens):
             torch.ops.fastgen.take_rows_(
                 *proposal, stops, self._eos, self.limit, self.has_nan, self.running_sequences, self.tokens,
@@ -207,27 +207,27 @@ class Search:
         self._change(self.unfinished & ~ends, *changes)
 
     def choose(self, scores: Tensor, normalise: bool) -> None:
-        """A step's choice from the scores, which are those of `propose`."""
+        """Chooses the step's tokens from the scores, which are those of `propose`."""
         self.take(self.propose(scores, normalise))
 
     def sequences_of(self, place: int) -> Tensor:
-        """Those of one input so far, [per_input, length of the first]: a view. Waits for the device."""
+        """Returns a view of one input's sequences, [per_input, length of the first]. Waits for the device."""
         return self.running_sequences[place, :, int(self.start[place, 0]) : int(self.length[place, 0])]
 
     def results(self, inputs: slice, count: int) -> Tensor:
-        """The `count` best sequences of each of these inputs, [inputs * count, length of the longest], filled up.
+        """Returns the `count` best sequences of each input, padded, [inputs * count, length of the longest].
 
         Waits for the device.
         """
         start, end = int(self.start[inputs].min()), int(self.length[inputs].max())
         return self.running_sequences[inputs, :count, start:end].flatten(0, 1).clone()
 
-    # ---- inputs that come and go while others go on
+    # ---- inputs that come and go while others continue
 
     def insert(self, other: Search, source: Tensor | slice, target: slice = slice(None)) -> None:
-        """Has inputs go on at `target` that are `source` in `other`: a search of the same kind and room for prompts.
+        """Has the inputs at `source` in `other`, a search of the same kind and prompt capacity, continue at `target`.
 
-        It may have more room for what is generated. By default they are all that there are here.
+        `other` may have more room for new tokens. By default its inputs replace all inputs of this search.
         """
         for name, buffer in vars(self).items():
             if isinstance(buffer, Tensor) and buffer.dim() and name not in (*self._shared, *self._lengthening):
@@ -245,16 +245,16 @@ class Search:
                 whole.copy_(before)
 
     def leave(self, inputs: slice) -> None:
-        """These inputs are over: they stay what they are until others take their place."""
+        """Ends these inputs: they keep their contents until others take their place."""
         self.unfinished[inputs] = False
         self._is_real[inputs] = False
         self.limit[inputs] = self.length[inputs]
 
     def fork(self, source: int, inputs: slice, draft: Tensor) -> None:
-        """Has inputs go on where another one is, of one sequence, each one token of the draft behind the one before.
+        """Makes inputs copies of the input `source`, of one sequence, each one draft token longer than the one before.
 
         Args:
-            draft: as many tokens as these are inputs, int64.
+            draft: [number of inputs], int64.
         """
         count, length = len(draft), int(self.length[source])
         self.insert(self, slice(source, source + 1), inputs)
@@ -264,12 +264,12 @@ class Search:
         self.tokens[inputs] = draft
 
     def _ends(self, tokens: Tensor, stops: Tensor | None) -> Tensor:
-        """Which tokens end a sequence, in the shape of `tokens`."""
+        """Returns which tokens end a sequence, in the shape of `tokens`."""
         ends = (tokens.unsqueeze(-1) == self._eos).any(dim=-1)
         return ends if stops is None else ends | stops.view_as(ends)
 
     def _drawn(self, scores: Tensor) -> Tensor:
-        """[rows, vocabulary], of which the largest is taken."""
+        """Returns [rows, vocabulary], of which the largest is the token drawn."""
         race = self._exponential_race(scores)
         if self.noise is None:
             return race
@@ -277,13 +277,13 @@ class Search:
         return torch.where(self.draws.expand(-1, self._per_input).reshape(-1, 1), race, scores)
 
     def _exponential_race(self, scores: Tensor) -> Tensor:
-        """p / e for the probabilities p of each row, some rows for each input, and exponentially distributed e.
+        """Returns p / e for the probabilities p of each row and exponentially distributed e. An input has some rows.
 
-        The k largest of a row are k draws without replacement, as in `torch.multinomial`. So on the CPU, where no row
-        is added, the same seed gives the same samples.
+        The k largest of a row are k draws without replacement, as in `torch.multinomial`. On a CPU, where no row only
+        fills the batch, the same seed therefore gives the same samples.
         """
         probabilities = torch.softmax(scores.float(), dim=-1)
-        # One score that is not a number spoils its whole row, be the sequence finished or not.
+        # A single NaN score makes its whole row NaN, whether the sequence is finished or not.
         is_real = self._is_real.expand(-1, scores.shape[0] // self._batch).reshape(-1)
         is_nan = probabilities[:, 0].isnan() & is_real & ~self.done
         if self.noise is not None:
@@ -296,9 +296,9 @@ class Search:
         return rows.view(self._batch, -1)
 
     def _change(self, unfinished: Tensor, *changes: tuple[Tensor, Tensor]) -> Tensor:
-        """The end of a step: new contents of buffers, [batch, per_input, ...]. Says where, [batch, per_input], bool.
+        """Ends a step with new contents of buffers, [batch, per_input, ...]. Returns where they changed, as bools.
 
-        At its limit, and after the end of the search, a sequence stays what it is.
+        At its limit, and after the end of the search, a sequence does not change.
         """
         moves = ~(self.done | (self.length >= self.limit))
         for old, new in changes:
@@ -310,5 +310,5 @@ class Search:
         self.done.logical_or_(over | self.has_nan if self._samples else over)
         return moves
 
-    # Buffers that are no input's, or the number of each row.
+    # Buffers that belong to no input, or hold the index of each row.
     _shared: tuple[str, ...] = ("_positions", "_eos", "noise")

@@ -1,8 +1,8 @@
 """A recording whose batch size is a symbol: recorded for two numbers of inputs, specialized for any.
 
-What is recorded is numbers: a tensor of [6, 64] may be one of 6 rows, or of 6 heads. So the same function is recorded
-for two numbers of inputs. Each size, stride, offset and argument is a line through what it is in the two: one that is
-the same in both does not depend on the batch. Where anything else differs, there is no such recording.
+A recording only contains numbers: a tensor of [6, 64] may have 6 rows, or 6 heads. So the same function is recorded for
+two numbers of inputs. Each size, stride, offset and argument is a linear function through its values in the two. One
+that is equal in both does not depend on the batch. If anything else differs, there is no such recording.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import Constant, Operation, TensorRef
 
-# Numbers of inputs to record for: primes, so that few sizes are multiples of them. Two pairs for as many inputs.
+# Pairs of numbers of inputs to record for: primes, so that few sizes are multiples of them. Two pairs for each range.
 _BATCHES = ((13, 17), (11, 19), (61, 67), (59, 71), (251, 257), (241, 263))
-# Inputs that a recording may be made for: there are two pairs for them.
+# The most inputs that a recording serves, such that two pairs are available.
 MOST = _BATCHES[-2][1]
-# What depends on the batch may be less than a multiple of it by so many: by the first row or the last one.
+# A number may be less than a multiple of the batch by this many rows, for example without the first or the last row.
 _MOST_LESS = 2
-# Objects of these packages are looked through for a step's memory.
+# The memory of a step is searched for in objects of these packages.
 _OWN_PACKAGES = ("fastgen.", "transformers.generation.")
 
 
 class NotSymbolic(Exception):
-    """What was recorded says too little of other numbers of inputs."""
+    """The two recordings do not determine one for other numbers of inputs."""
 
 
 class DoesNotFollow(NotSymbolic):
-    """How long buffers that may grow are is a part of what was recorded."""
+    """The recording depends on the length of buffers that may grow."""
 
 
 def batches(inputs: int, lengths: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Two numbers of inputs to record for, the larger one at least `inputs`, of which no length is a multiple."""
+    """Yields pairs of numbers of inputs to record for, the larger at least `inputs`, which divide none of `lengths`."""
     known = [length for length in lengths if length]
     for both in _BATCHES:
         if inputs <= both[1] and all(length % batch for length in known for batch in both):
@@ -49,7 +49,7 @@ def batches(inputs: int, lengths: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def tensors_of(*roots: Any) -> dict[str, Tensor]:
-    """The tensors that objects of FastGen's hold, by where they hold them: alike for objects that were made alike."""
+    """Returns the tensors that FastGen's objects hold, by path: objects made alike have the same paths."""
     found: dict[str, Tensor] = {}
     _walk(roots, "", found, set())
     return found
@@ -74,13 +74,13 @@ def _walk(each: Any, path: str, found: dict[str, Tensor], seen: set[int]) -> Non
 
 
 class Recorded(NamedTuple):
-    """What was recorded for a number of inputs.
+    """A recording for one number of inputs.
 
     Attributes:
-        prepared: behind the graph passes.
+        prepared: the recording after the graph passes.
         batch: the number of inputs.
-        buffers: tensors of the step that was recorded (`tensors_of`), which another one has others for.
-        growing: those of the buffers that may grow; None where all have one size.
+        buffers: tensors of the recorded step (`tensors_of`), to be replaced by those of another step.
+        growing: those of the buffers that may grow; None if all have fixed sizes.
     """
 
     prepared: Prepared
@@ -90,7 +90,7 @@ class Recorded(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A number that depends on the batch."""
+    """A number as a linear function of the batch."""
 
     constant: int
     factor: int
@@ -101,7 +101,7 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class _SymbolicRef:
-    """A tensor of any number of inputs: as `TensorRef`."""
+    """A `TensorRef` for any number of inputs."""
 
     storage: int
     dtype: torch.dtype
@@ -110,21 +110,21 @@ class _SymbolicRef:
     offset: _Line
 
     def at(self, inputs: int, batch: int) -> TensorRef:
-        """That of so many inputs, in memory for `batch`."""
+        """Returns the reference for this many inputs, in memory for `batch`."""
         sizes = tuple(size.at(inputs) for size in self.size)
         strides = tuple(stride.at(batch) for stride in self.stride)
         return TensorRef(self.storage, self.dtype, sizes, strides, self.offset.at(batch))
 
 
 class SymbolicRecording:
-    """What was recorded for two numbers of inputs.
+    """A recording made from those for two numbers of inputs.
 
     Attributes:
-        most: inputs that it serves.
-        follows: whether programs go on with buffers that have got other memory.
+        most: the most inputs that it serves.
+        follows: whether its programs stay valid with buffers that have got other memory.
 
     Raises:
-        NotSymbolic: it holds for these two numbers alone.
+        NotSymbolic: it holds for these two numbers only.
     """
 
     def __init__(self, smaller: Recorded, larger: Recorded) -> None:
@@ -134,7 +134,7 @@ class SymbolicRecording:
                 raise DoesNotFollow("sizes of buffers that may grow are a part of what was recorded")
         self._batches, self.most, self.follows = (smaller.batch, larger.batch), larger.batch, larger.growing is not None
         one, other = smaller.prepared, larger.prepared
-        self._buffer_at = _buffers_at(larger)  # by number of its storage, which of the buffers
+        self._buffer_at = _buffers_at(larger)  # names of the buffers, by number of their storage
         if self._buffer_at != _buffers_at(smaller) or one.made != other.made:
             raise NotSymbolic("other memory for other inputs")
         self._growing = {
@@ -152,7 +152,7 @@ class SymbolicRecording:
         }
         own = self._buffer_at.keys() | other.made | self._of_constants.keys()
         self._shared = self._shared_by(one, other, own)
-        nothing = torch.empty(0, dtype=torch.uint8).untyped_storage()  # in place of memory of the recording's own
+        nothing = torch.empty(0, dtype=torch.uint8).untyped_storage()  # replaces memory that the recording made
         shared = [storage if at in self._shared else nothing for at, storage in enumerate(other.storages)]
         self._prepared = replace(other, groups=[], constants=(), storages=shared, follows=self.follows)
         try:
@@ -166,10 +166,10 @@ class SymbolicRecording:
 
     @property
     def chunks(self) -> set[arena.Chunk]:
-        """What results lie in, of as many inputs as it serves."""
+        """The chunks of its results, for the most inputs that it serves."""
         return self._prepared.chunks
 
-    # ---- what the two have in common
+    # ---- comparing the two recordings
 
     def _line(self, small: int, large: int) -> _Line:
         (first, last), more = self._batches, large - small
@@ -177,7 +177,7 @@ class SymbolicRecording:
             raise NotSymbolic(f"{small} of {first} inputs, and {large} of {last}")
         factor = more // (last - first)
         constant = small - factor * first
-        if constant * factor < -_MOST_LESS * factor**2:  # through a parabola
+        if constant * factor < -_MOST_LESS * factor**2:  # likely not linear but, for example, quadratic
             raise NotSymbolic(f"{small} of {first} inputs, and {large} of {last}")
         return _Line(constant, factor)
 
@@ -187,7 +187,7 @@ class SymbolicRecording:
         return tuple(map(self._line, small, large))
 
     def _shared_by(self, one: Prepared, other: Prepared, own: Set[int]) -> set[int]:
-        """The storages of both that are not the steps' own: weights, and what was frozen."""
+        """Returns the storages that belong to neither step, and are the same in both: weights, and frozen values."""
         found = set()
         for at in frozenset[int]().union(*(each.used | each.made | each.in_place for each in other.operations)) - own:
             same = one.storages[at]._cdata == other.storages[at]._cdata
@@ -200,7 +200,7 @@ class SymbolicRecording:
         return found
 
     def _operation(self, one: Operation, other: Operation) -> Operation:
-        """With symbolic references and numbers in the place of those that depend on the batch."""
+        """Returns the operation with symbolic references and numbers for those that depend on the batch."""
         if one.function is not other.function or one.structure != other.structure or one.in_place != other.in_place:
             raise NotSymbolic("other operations for other inputs")
         args: list[Any] = [self._argument(*both) for both in zip(one.args, other.args, strict=True)]
@@ -227,7 +227,7 @@ class SymbolicRecording:
             raise NotSymbolic("other tensors for other inputs")
         size, stride = self._lines(one.size, other.size), self._lines(one.stride, other.stride)
         offset, storage = self._line(one.offset, other.offset), other.storage
-        if storage in self._growing:  # whole, or with its first two dimensions as one
+        if storage in self._growing:  # whole, or with its first two dimensions folded
             return _SymbolicRef(storage, other.dtype, size, (), offset)
         lines = (*size, *stride, offset)
         if not any(line.factor for line in lines):
@@ -238,14 +238,14 @@ class SymbolicRecording:
                 raise NotSymbolic(f"a tensor of {other.size} that is not the step's own")
         return _SymbolicRef(storage, other.dtype, size, stride, offset)
 
-    # ---- what it is for a number of inputs
+    # ---- specializing for a number of inputs
 
     def specialize(self, buffers: Mapping[str, Tensor], batch: int, inputs: int, growing: Growing | None) -> Program:
-        """The program for the first `inputs` of a step, which has these buffers for `batch` inputs.
+        """Returns the program for the first `inputs` of a step, which has these buffers for `batch` inputs.
 
         Args:
             buffers: those of the step, by the same names.
-            growing: those of them that may grow, where it `follows`.
+            growing: those of them that may grow, if the recording `follows`.
 
         Raises:
             NotSymbolic: there are too many inputs, or the step has other buffers.
@@ -285,7 +285,7 @@ class SymbolicRecording:
 
 
 def _buffers_at(recorded: Recorded) -> dict[int, str]:
-    """By number of its storage, which of the buffers it is."""
+    """Returns the names of the buffers, by number of their storage."""
     number = {storage._cdata: at for at, storage in enumerate(recorded.prepared.storages)}
     found: dict[int, str] = {}
     for name, buffer in recorded.buffers.items():
@@ -295,7 +295,7 @@ def _buffers_at(recorded: Recorded) -> dict[int, str]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one == other or (one != one and other != other))  # NaN, too
+    return type(one) is type(other) and (one == other or (one != one and other != other))  # also if both are NaN
 
 
 def _execute(operation: Operation, storages: Sequence[Any]) -> None:
@@ -309,7 +309,7 @@ def _execute(operation: Operation, storages: Sequence[Any]) -> None:
 
 def _tensor(storages: Sequence[Any], arg: Any) -> Any:
     if isinstance(arg, TensorRef):
-        if not storages[arg.storage].nbytes():  # only what it looks like counts
+        if not storages[arg.storage].nbytes():  # only its shape and dtype count
             return torch.empty_strided(arg.size, arg.stride, dtype=arg.dtype)
         return arg.of_storage(storages[arg.storage])
     return arg.value

@@ -1,4 +1,4 @@
-"""What is stored of K and V of one layer: a prefix once per input, and a suffix per row in memory allocated ahead."""
+"""K and V of one layer: a prefix once per input, and a suffix per row in preallocated memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Pair = tuple[Tensor, Tensor]
 
 
 class KVCache:
-    """K and V of one attention layer. Subclasses say how positions are added, and where their number is.
+    """K and V of one attention layer. Subclasses define how positions are added, and where lengths are kept.
 
     Attributes:
-        prefix: K and V, [batch, heads, N, dim] each; values may have another dim. None while there is none.
-        suffix: K and V, [rows, heads, capacity, dim] each; None while there is none, as for cross-attention.
+        prefix: K and V, [batch, heads, N, dim] each; values may have another dim. None before it is stored.
+        suffix: K and V, [rows, heads, capacity, dim] each; None if there is none, as in cross-attention.
     """
 
     prefix: Pair | None = None
@@ -23,7 +23,7 @@ class KVCache:
         return like.new_empty(shape)
 
     def _replaced(self, old: Tensor, new: Tensor) -> Tensor:
-        """What is held where `old` was, and has the memory of `new`."""
+        """Returns the tensor to hold instead of `old`, with the memory of `new`."""
         return new
 
     def _allocated(self, pair: Pair, capacity: int) -> Pair:
@@ -31,7 +31,7 @@ class KVCache:
         return keys, values
 
     def _exchanged(self, pair: Pair, longer: Pair, source: slice, target: slice) -> Pair:
-        """The longer pair in the place of the other one, whose positions `source` it has at `target`."""
+        """Replaces a pair by a longer one, which gets the positions `source` at `target`. Returns the pair to hold."""
         for old, new in zip(pair, longer, strict=True):
             new[:, :, target] = old[:, :, source]
         keys, values = (self._replaced(old, new) for old, new in zip(pair, longer, strict=True))
@@ -39,13 +39,13 @@ class KVCache:
 
 
 def are_latents(keys: Tensor, values: Tensor) -> bool:
-    """Whether they may be latents and what is rotated, of multi-head latent attention: of one head, and two sizes.
+    """Whether K and V may be the latents and the rotated part of multi-head latent attention: one head, unequal sizes.
 
-    On a GPU they stay apart: the kernel has whole heads in shared memory, and latents are long.
+    On a GPU they are not joined: the kernel keeps whole heads in shared memory, and latents are long.
     """
     return keys.is_cpu and keys.shape[1] == 1 and keys.shape[3] != values.shape[3]
 
 
 def joined(keys: Tensor, values: Tensor) -> Pair:
-    """The same as one tensor, in the place of K; that of V is empty."""
+    """Returns K and V joined in one tensor, in place of K; V becomes empty."""
     return torch.cat([keys, values], dim=-1), values[..., :0]

@@ -1,8 +1,8 @@
-"""Buffers that get more memory while programs that were recorded with them go on.
+"""Buffers that get more memory while programs that were recorded with them stay valid.
 
-The K/V cache of a captured step is as large as the calls so far have needed. A longer call gets larger buffers, and the
-program stays: all that it does with them is to hand them to operators that read their sizes when they run. So how long
-prompts are and how much is generated is no part of what is recorded.
+The KV cache of a captured step is as large as the calls so far have needed. A longer call gets larger buffers, and the
+program stays: it only hands them to operators that read their sizes when they run. The lengths of prompts and outputs
+are therefore not part of a recording.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ _FOLLOWING = frozenset(
     getattr(torch.ops.fastgen, name).default
     for name in ("advance_", "decode_attention_out", "kv_write", "take_beams_", "take_rows_")
 )
-# Smaller sizes of buffers say nothing: many a tensor has one.
+# Smaller sizes do not identify a buffer, because many other tensors have them.
 LEAST_LENGTH = 32
 
 
 class Growing:
-    """The buffers of a step that may grow, and what programs have of them.
+    """The buffers of a step that may grow, and the tensors through which programs use them.
 
     Attributes:
-        lengths: the sizes of buffers in positions, and sums of them: those that a program must not have in anything
-            else.
+        lengths: the buffers' sizes in positions, and sums of them. A program must not contain these numbers elsewhere.
     """
 
     def __init__(self) -> None:
         self.lengths: frozenset[int] = frozenset()
         self._buffers: dict[int, Tensor] = {}  # by the address of their storage
-        # What programs have of a buffer: itself, or its rows with the first two dimensions as one; and how many.
+        # Views that programs have of a buffer, whether the first two dimensions are folded, and the number of rows.
         self._views: dict[int, list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
     def add(self, *buffers: Tensor) -> None:
-        """Buffers that `exchange` may give other memory."""
+        """Adds buffers to which `exchange` may give other memory."""
         for buffer in buffers:
             self._buffers[_address(buffer)] = buffer
 
     def exchange(self, buffer: Tensor, new: Tensor) -> None:
-        """From now on `buffer` is the memory of `new`, with its shape: for who holds it, and for programs."""
+        """Gives `buffer`, and the views that programs have of it, the memory and the shape of `new`."""
         before = _address(buffer)
         del self._buffers[before]
-        with torch._C._InferenceMode(True):  # which views of programs are made in
+        with torch._C._InferenceMode(True):  # programs make their views in this mode
             _point(buffer, new)
             views = [each for each in self._views.pop(before, ()) if each[0]() is not None]
             for view, folded, rows in views:
@@ -61,15 +60,18 @@ class Growing:
         return storage._cdata in self._buffers
 
     def serves(self, operations: Iterable[Operation], storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether a program of these operations does the same with larger buffers."""
+        """Whether a program of these operations stays valid with larger buffers."""
         return all(self._is_free(each, storages) for each in operations)
 
     def touches(self, operation: Operation, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether an operation has one of the buffers: nothing may stand for it that keeps where the buffer lies."""
+        """Whether an operation uses one of the buffers, so that no replacement of it may keep the buffer's address."""
         return any(self.has(storages[number]) for number in operation.used | operation.made)
 
     def note(self, view: Tensor, storage: torch.UntypedStorage) -> None:
-        """`view` is what a program that `serves` has of this storage; it follows the buffer, if there is one."""
+        """Notes a program's view of this storage, which follows the buffer's memory if it belongs to one.
+
+        The program must be one that `serves` accepts.
+        """
         folded = self._folded(storage, TensorRef.of(0, view), is_whole=False)
         if folded is not None:
             self._views.setdefault(storage._cdata, []).append((weakref.ref(view), folded, view.shape[0]))
@@ -87,15 +89,15 @@ class Growing:
         return True
 
     def _has_length(self, ref: TensorRef) -> bool:
-        """Whether a size of it is one in positions, or a multiple of that."""
+        """Whether a size of the tensor is a length in positions, or a multiple of one."""
         return any(
             size >= length >= LEAST_LENGTH and size % length == 0 for size in ref.size for length in self.lengths
         )
 
     def _folded(self, storage: torch.UntypedStorage, ref: TensorRef, is_whole: bool = True) -> int | None:
-        """0 if a tensor is a whole buffer, 1 if it is one with its first two dimensions as one; None otherwise.
+        """Returns 0 if a tensor is a whole buffer, 1 if it is one with the first two dimensions folded, else None.
 
-        Where it need not be whole, it may be the first rows of these.
+        Unless `is_whole`, the tensor may also consist of the first rows of these.
         """
         buffer = self._buffers.get(storage._cdata)
         if buffer is None:

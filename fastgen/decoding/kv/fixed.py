@@ -21,22 +21,21 @@ from fastgen.ops.kv_write import kv_write
 
 
 class FixedKV(KVCache):
-    """A prefix per input, and, for self-attention, a suffix of `state.capacity` positions per row.
+    """A prefix per input and, for self-attention, a suffix of `state.capacity` positions per row.
 
-    The masks that models build mostly say what the lengths on the device say; then they are not read. Whether it is so
-    is found out in a step that is not captured: while `host_may_wait` is set, a mask is compared with the lengths. One
-    that is added to the scores is always read: the model may have learned it, as T5's.
+    The masks that models build usually exclude the same positions as the lengths on the device. Then they are not read.
+    To find that out, an eager step compares each mask with the lengths while `host_may_wait` is set. A mask that is
+    added to the scores is always read, because the model may have learned it, as T5's position bias.
 
     Attributes:
-        says_nothing_new: one bool, whether masks say what the lengths say; empty as long as nobody knows. All views
-            have the same list.
-        starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
-        prefix_capacity, length: positions of the prefix, and of both.
-        width: positions of a step that are stored, and that a mask tells apart.
+        says_nothing_new: whether masks equal the lengths, as one bool; empty while unknown. All views share the list.
+        starts, ends: [batch], int32: the prefix positions in [start, end) count.
+        prefix_capacity, length: positions of the prefix, and of prefix and suffix.
+        width: positions that a step stores, and that masks distinguish.
 
     Args:
-        keys, values: [any, heads, any, dim]: as those that will be stored.
-        window: a query sees so many positions, its own included; None for all.
+        keys, values: [any, heads, any, dim]: like those that will be stored.
+        window: number of positions that a query sees, including its own; None for all.
         growing: of the step, if its buffers may grow.
     """
 
@@ -61,11 +60,11 @@ class FixedKV(KVCache):
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
         self.ends = torch.zeros_like(self.starts)
 
-        self._most = 0, 0  # positions of the prefix and of the suffix that something was written to
-        # Inputs of which something is stored. One that is over writes to its first position, as the next one will.
+        self._most = 0, 0  # most positions of the prefix and of the suffix that were written to
+        # Inputs that have stored something. A finished one writes to its first position, as its successor will.
         self._stored: set[int] = set()
-        self._loaded = (prefix_capacity, 0)  # from which position of the prefix to which something may be
-        # Where K and V are one tensor, how many numbers of it are K's.
+        self._loaded = (prefix_capacity, 0)  # range of the prefix that may have been written to
+        # If K and V are one tensor, the size of K in it.
         self._split = keys.shape[3] if are_latents(keys, values) else None
         keys, values = self._stored_as(keys[:, :, :0], values[:, :, :0])
         self.prefix = self._zeros(keys, values, state.batch, prefix_capacity)
@@ -81,11 +80,11 @@ class FixedKV(KVCache):
         return (keys, values) if self._split is None else joined(keys, values)
 
     def _apart(self, keys: Tensor, values: Tensor) -> Pair:
-        """The opposite of `_stored_as`."""
+        """Undoes `_stored_as`."""
         return (keys, values) if self._split is None else (keys[..., : self._split], keys[..., self._split :])
 
     def like(self) -> Pair:
-        """K and V of no position, which are as those that are stored."""
+        """Returns empty K and V, of the shapes and dtypes of those that are stored."""
         keys, values = (part[:, :, :0] for part in self.prefix)
         return self._apart(keys, values)
 
@@ -101,8 +100,8 @@ class FixedKV(KVCache):
         return (*self.prefix, *(self.suffix or ()))
 
     def reserve_prefix(self, capacity: int, keeps: str | None = None) -> Callable[[], None]:
-        """Memory for more positions of the prefix. It takes the place of the other in what is returned, which allocates
-        nothing. What is at the "start" or "end" of the prefix stays there; otherwise `load` follows.
+        """Allocates memory for more positions of the prefix. Returns a function that replaces the buffers and allocates
+        nothing. Positions at the "start" or "end" of the prefix are kept there; otherwise `load` must follow.
         """
         return partial(self._put_prefix, self._allocated(self.prefix, capacity), self.ends > self.starts, keeps)
 
@@ -121,7 +120,7 @@ class FixedKV(KVCache):
         self.prefix_capacity = capacity
 
     def reserve_suffix(self, capacity: int) -> Callable[[], None]:
-        """The same for the suffix, before the state has the positions. What is stored stays where it is."""
+        """Does the same for the suffix, before the state has the positions. Stored positions stay where they are."""
         assert self.suffix is not None, "there is no suffix that could grow"
         return partial(self._put_suffix, self._allocated(self.suffix, capacity), slice(self._state.max_length()))
 
@@ -131,9 +130,9 @@ class FixedKV(KVCache):
         self.length += longer[0].shape[2] - self._state.capacity
 
     def view(self, state: StepState) -> FixedKV:
-        """The same memory for another step, which is where `state` is.
+        """Returns the same memory for another step, at the positions of `state`.
 
-        Of a `RaggedState`, only the attention operator reads it: a model's own scores would be of other rows.
+        With a `RaggedState`, only the attention operator can read it: a model's own scores would be of other rows.
         """
         other = copy.copy(self)
         other._state, other.width, other.host_may_wait = state, state.width, False
@@ -142,9 +141,9 @@ class FixedKV(KVCache):
     def load(
         self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool, inputs: slice = slice(None)
     ) -> None:
-        """Takes over the prefix of a call, [inputs, heads, N, dim], of which [starts, ends) count, [inputs] each.
+        """Stores the prefix of a call, [inputs, heads, N, dim], of which positions in [starts, ends), [inputs], count.
 
-        It is put at the start of its capacity, or at the end. Those of `inputs` that are left over have none.
+        It goes to the start of the capacity, or to the end. The remaining `inputs` get no prefix.
         """
         count, _, length, _ = keys.shape
         first = self.prefix_capacity - length if at_end else 0
@@ -166,21 +165,21 @@ class FixedKV(KVCache):
         return range(*inputs.indices(self._state.batch))
 
     def _written(self) -> tuple[tuple[tuple[Tensor, ...], int, slice], ...]:
-        """Buffers, their rows of an input, and the positions that something may be in.
+        """Returns buffers, their rows per input, and the positions that may have been written to.
 
-        What nothing was written to is zero, and on a CPU takes no memory.
+        All other positions are zero, and take no memory on a CPU.
         """
         length = self._state.max_length() if self.suffix else 0
         return (self.prefix, 1, slice(*self._loaded)), (self.suffix or (), self._state.per_input, slice(length))
 
     def _clear_written(self) -> None:
-        """What was written to is zero again, of all inputs: what is masked must still be numbers."""
+        """Zeroes all written positions: masked positions must hold finite values, because 0 * NaN is NaN."""
         for parts, _, positions in self._written():
             for part in parts:
                 part[:, :, positions] = 0
 
     def _clear(self, inputs: slice) -> None:
-        """What is stored of these inputs is zero again: on a CPU, large buffers take no memory for them."""
+        """Zeroes the stored positions of these inputs. On a CPU, large buffers take no memory for them then."""
         numbers = self._stored.intersection(self._numbers(inputs))
         for parts, rows, positions in self._written() if numbers else ():
             for part, number in itertools.product(parts, numbers):
@@ -190,10 +189,10 @@ class FixedKV(KVCache):
         self._stored -= numbers
 
     def clear(self) -> bool:
-        """What is stored is of no use any more: on a CPU, large buffers take no memory until they are written to.
+        """Discards all contents. On a CPU, large buffers then take no memory until they are written to.
 
         Returns:
-            whether nothing is stored in the suffix then. The next `load` clears what is.
+            whether the suffix is empty now. The next `load` clears the rest.
         """
         prefix, suffix = (
             [host_memory.give_back(part) for part in parts or () if part.numel()]
@@ -207,11 +206,11 @@ class FixedKV(KVCache):
         return all(suffix)
 
     def insert(self, other: FixedKV, source: Tensor | slice, target: slice) -> None:
-        """Has inputs go on at `target` that are `source` in `other`, of no larger capacity. Then the state."""
+        """Has the inputs at `source` in `other`, of no larger capacity, continue at `target`. Then insert the state."""
         self._clear(target)
         self._stored |= set(self._numbers(target))
         begin, end = self._loaded
-        if isinstance(source, slice) and source == slice(None):  # a cache that is returned has the padding, too
+        if isinstance(source, slice) and source == slice(None):  # a returned cache includes the padding
             first, last = other._loaded
         else:
             first, last = int(other.starts[source].min()), int(other.ends[source].max())
@@ -227,13 +226,13 @@ class FixedKV(KVCache):
         self.says_nothing_new[:] = other.says_nothing_new or self.says_nothing_new
 
     def leave(self, inputs: slice) -> None:
-        """Nothing counts of these inputs until others are loaded. On a CPU they take no memory."""
+        """Ends these inputs: none of their positions count until others are loaded. On a CPU they take no memory."""
         self.starts[inputs] = self.ends[inputs] = 0
         if self.starts.is_cpu:
             self._clear(inputs)
 
     def write(self, keys: Tensor, values: Tensor) -> Pair:
-        """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""
+        """Stores K and V of the step, [rows, heads, width, dim]. Returns views of all K and V."""
         state, suffix = self._state, self.suffix
         assert suffix is not None, "the keys of the encoder's output are not written in a step"
         keys, values = self._stored_as(keys, values)
@@ -242,7 +241,7 @@ class FixedKV(KVCache):
         return self.read()
 
     def read(self) -> Pair:
-        """What stands for K and V of all rows: `KVView`s, [rows, heads, length, dim]."""
+        """Returns `KVView`s of K and V of all rows, [rows, heads, length, dim]."""
         state, suffix = self._state, self.suffix or (None, None)
         ancestry = state.ancestry if self.suffix else None
         queries = state.rows if state.row_map is not None else None
@@ -253,9 +252,9 @@ class FixedKV(KVCache):
         return (keys, values) if self._split is None else keys.cut(self._split)
 
     def materialize(self, inputs: int, length: int, new: int = 0, at_end: bool = False) -> Pair:
-        """What is stored of the first inputs as ordinary tensors, [rows, heads, length + new, dim].
+        """Returns K and V of the first inputs as ordinary tensors, [rows, heads, length + new, dim].
 
-        `load` was given the first `length` of these positions, and `at_end`. The others are of the suffix.
+        The first `length` positions are those of `load`, with the same `at_end`. The others come from the suffix.
         """
         first, state = self.prefix_capacity - length if at_end else 0, self._state
         rows, ancestry = inputs * state.per_input, None
@@ -271,7 +270,7 @@ class FixedKV(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """What the buffers take: on the CPU, pages that nothing was written to take no memory."""
+        """Bytes of the buffers. On a CPU, pages that nothing was written to take no memory."""
         if not self.prefix[0].is_cpu:
             return sum(part.nbytes for part in self._buffers())
         begin, end = self._loaded
@@ -282,10 +281,10 @@ class FixedKV(KVCache):
     # ---- attention of the step
 
     def attend(self, query: Tensor, keys: Parts, values: Parts, mask: Tensor | None, scale: float | None) -> Tensor:
-        """Attention of the step's queries, as `torch.nn.functional.scaled_dot_product_attention` has it.
+        """Computes attention of the step's queries, like `torch.nn.functional.scaled_dot_product_attention`.
 
         Args:
-            query: [rows, heads, 1, dim], or [rows, kv heads, heads per kv head, dim]. Of a step that stores several
+            query: [rows, heads, 1, dim], or [rows, kv heads, heads per kv head, dim]. In a step that stores several
                 positions: [rows, heads, positions, dim].
             keys, values: prefix [batch, kv heads, N, dim] and suffix [rows, kv heads, capacity, dim].
             mask: broadcastable to [*query.shape[:3], N + capacity]: bool (True counts), or added to the scores.
@@ -311,24 +310,24 @@ class FixedKV(KVCache):
         )
 
     def leave_out(self, scores: Tensor) -> Tensor:
-        """Takes what does not count out of the scores of a model, [rows, heads, queries, prefix + capacity], in place.
+        """Masks positions that do not count in a model's scores, [rows, heads, queries, prefix + capacity], in place.
 
-        A model without padding, or with a single query, may have no mask that does it.
+        A model without padding, or with a single query, may have no mask for that.
         """
         self._check(scores.shape[2])
         return scores.masked_fill_(~self._counts().unsqueeze(1), torch.finfo(scores.dtype).min)
 
     def with_own(self, shared: KVView, own: Tensor) -> Tensor:
-        """K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Nothing is copied."""
+        """Returns K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Copies nothing."""
         return StreamKVView.of(shared, [own], None)
 
     def _check(self, queries: int) -> None:
-        """With one position per step, queries are heads of a group. With several there is one for each."""
+        """Checks the number of queries: heads of a group if the step stores one position, else one per position."""
         if self.width not in (1, queries):
             raise CannotBeCaptured(f"{queries} queries in a step that stores {self.width} positions")
 
     def _bounds(self) -> Pair:
-        """[rows] each: `starts` and `ends` of the input that each row reads."""
+        """Returns [rows] each: `starts` and `ends` of the input that each row reads."""
         state = self._state
         if state.row_map is None:
             starts, ends = (part.repeat_interleave(state.per_input) for part in (self.starts, self.ends))
@@ -337,24 +336,24 @@ class FixedKV(KVCache):
         return self.starts[state.row_map // copies], self.ends[state.row_map // copies]
 
     def _counts(self) -> Tensor:
-        """[rows, width, prefix + capacity], bool: the positions that count for each position of the step."""
+        """Returns [rows, width, prefix + capacity], bool: the positions that count for each position of the step."""
         position = torch.arange(self.length, device=self.starts.device)
         starts, ends = self._bounds()
         counts = ((position >= starts.unsqueeze(1)) & (position < ends.unsqueeze(1))).unsqueeze(1)
         if not self.suffix:
             return counts
-        # Its own position, and all of the suffix in front of it.
+        # A position sees itself, and all of the suffix before it.
         own = torch.stack(self._state.positions, 1).unsqueeze(2) + self.prefix_capacity
         reads = counts | ((position >= self.prefix_capacity) & (position <= own))
         return reads if self._window is None else reads & (position > own - self._window)
 
     def _needed(self, mask: Tensor | None, queries: int) -> Tensor | None:
-        """The mask, with four dimensions; None if lengths say it all."""
+        """Returns the mask with four dimensions; None if it only repeats the lengths."""
         self._check(queries)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
         if self.host_may_wait:
-            # A mask that is left out because everything counts is made all the same where the host may not look at it.
+            # Eagerly, a model leaves out a mask that is all True. If the host may not look at it, the model makes it.
             self.says_nothing_new[:] = [mask is None or self._equals_lengths(mask)]
         return None if self.says_nothing_new == [True] else mask
 
@@ -364,7 +363,7 @@ class FixedKV(KVCache):
             return False
         if length != self.length or rows not in (1, self._state.rows) or self.width not in (1, queries):
             return False
-        # An input that only fills the batch up counts for nothing, whatever a mask says of it.
+        # An input that only fills the batch does not count, whatever its mask says.
         starts, ends = self._bounds()
         real = (ends > starts).view(-1, 1, 1, 1)
         return bool(torch.where(real, mask == self._counts().unsqueeze(1), True).all())

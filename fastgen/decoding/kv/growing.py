@@ -1,4 +1,4 @@
-"""The KV cache of hooks: a prefix held once per input, and a suffix that grows in place."""
+"""The KV cache of hooks: a prefix stored once per input, and a suffix that grows in place."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fastgen.decoding.kv.view import KVView
 from fastgen.memory import capacity
 from fastgen.ops import attention
 
-# A prefix is shared when it has at least so many positions, and its K and V, repeated for every row, at least so
-# many bytes per layer. Below, reading the repetitions takes less time than the additional operations of a split
-# attention do, and the prefix is repeated. The sizes are where both take the same time on a CPU with 15 GB/s.
+# A prefix is shared if it has at least this many positions, and its K and V, repeated for every row, at least this many
+# bytes per layer. Below that, reading the repetitions takes less time than the additional operations of a split
+# attention, and the prefix is repeated. At these sizes, both take the same time on a CPU with 15 GB/s.
 MIN_SHARED_PREFIX = 32
 MIN_SHARED_BYTES = 2**20
-# A suffix behind a prefix that is not worth sharing is read through a table when a position of K and V has so many
-# bytes over all rows. Below, moving it takes less time than an attention that is not the library's.
+# A suffix after a prefix that is not worth sharing is read through the ancestry table if one position of K and V has so
+# many bytes over all rows. Below that, moving the suffix takes less time than an attention other than the library's.
 MIN_TABLE_BYTES = 2**17
 
 
 def _span(rows: Tensor) -> slice | None:
-    """The rows, in ascending order, as a slice, if they lie next to each other. Not looked at on a device: it waits."""
+    """Returns ascending rows as a slice, if they are adjacent. Never on a device, which would have to be waited for."""
     if rows.device.type != "cpu":
         return None
     first, last = int(rows[0]), int(rows[-1])
@@ -32,20 +32,20 @@ def _span(rows: Tensor) -> slice | None:
 
 
 class GrowingKV(KVCache):
-    """K and V of one attention layer through one call of `generate`.
+    """K and V of one attention layer during one call of `generate`.
 
-    First the prefix: `extend` is called with [batch, heads, L, dim] (once, or once per chunk of the prompt). Then
-    `expand` says that every input is continued by several sequences, and from then on `extend` takes
-    [batch * per_input, heads, T, dim]. What it returns stands for [batch * per_input, heads, length, dim]: it is a
-    `KVView`, or a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay.
+    The prefix comes first: `extend` is called with [batch, heads, L, dim], once or once per chunk of the prompt. After
+    `expand`, every input is continued by several sequences, and `extend` takes [batch * per_input, heads, T, dim]. It
+    returns K and V of [batch * per_input, heads, length, dim]: as a `KVView`, or as plain tensors if nothing is shared,
+    because there is one sequence per input, or the prefix is too short to pay.
 
-    Where the attention operator can read the suffix through a table (`Beams.ancestry`), a reorder moves nothing, until
-    something else wants the suffix. Elsewhere it moves the suffix, as the library does.
+    If the attention operator can read the suffix through a table (`Beams.ancestry`), a reorder moves nothing, until
+    something else needs the suffix. Otherwise a reorder moves the suffix, as the library does.
 
     Args:
         initial_capacity: suffix positions to allocate at first.
-        window: a query sees so many positions, its own included; None for all. What no later query can see is dropped
-            from the prefix. The suffix is kept whole: what a mask leaves out of it is the caller's business.
+        window: number of positions that a query sees, including its own; None for all. Positions that no later query
+            can see are dropped from the prefix. The suffix is kept whole, and the caller has to mask it.
 
     Attributes:
         suffix_length: positions of the suffix.
@@ -56,28 +56,28 @@ class GrowingKV(KVCache):
         self._window = window
         self.dropped = self.suffix_length = 0
         self._beams: Beams | None = None
-        # Positions at the front of the suffix that belong to the prefix: the same in all rows of an input.
+        # Positions at the front of the suffix that belong to the prefix, and are the same in all rows of an input.
         self._repeated = 0
         self._is_short = False  # the prefix is not worth sharing
-        self._uses_ancestry = False  # reorders change the table of `Beams`; the suffix stays where it is
-        # Positions of the suffix at the last reorder: the table says where they lie.
+        self._uses_ancestry = False  # reorders change the table of `Beams`, and leave the suffix in place
+        # Positions of the suffix at the last reorder, whose rows the table holds.
         self._length_at_reorder = 0
         self._views: Pair | None = None
-        # For the views, which must not hold what holds them. Made with the suffix: an empty layer may be copied.
+        # Weak, because views must not keep this cache alive. Made with the suffix, as an empty layer may be copied.
         self._materialize_suffix: weakref.WeakMethod | None = None
 
     @property
     def length(self) -> int:
-        """Positions of the cache, prefix and suffix together, those that were dropped included."""
+        """Positions of the cache, prefix and suffix together, including dropped ones."""
         return self.dropped + self.cached
 
     @property
     def cached(self) -> int:
-        """Positions that `keys` and `values` have."""
+        """Positions that are in `keys` and `values`."""
         return (self.prefix[0].shape[2] if self.prefix is not None else 0) + self.suffix_length
 
     def expand(self, beams: Beams) -> None:
-        """From now on every input is continued by `beams.per_input` sequences."""
+        """Continues every input by `beams.per_input` sequences from now on."""
         self._beams = beams
         self._views = None
         if self.prefix is None or beams.per_input == 1:
@@ -89,11 +89,11 @@ class GrowingKV(KVCache):
             self.dropped += unseen
         repeated_bytes = (keys.nbytes + values.nbytes) * beams.per_input
         self._is_short = keys.shape[2] < MIN_SHARED_PREFIX or repeated_bytes < MIN_SHARED_BYTES
-        # Projections come with heads and positions swapped in memory; batched products would copy that every step.
+        # Projections have heads and positions swapped in memory, which batched products would copy in every step.
         self.prefix = keys.contiguous(), values.contiguous()
 
     def extend(self, keys: Tensor, values: Tensor) -> Pair:
-        """Adds positions, and returns what stands for all of K and all of V."""
+        """Adds positions, and returns all of K and all of V."""
         self._views = None
         if self._beams is None:
             if self.prefix is not None:
@@ -108,12 +108,12 @@ class GrowingKV(KVCache):
         return self.read()
 
     def _begin_suffix(self, beams: Beams, keys: Tensor, values: Tensor) -> None:
-        """Starts the suffix; a prefix that is not shared (one row per sequence already) moves into it."""
+        """Starts the suffix. A prefix that is not shared, which already has a row per sequence, moves into it."""
         self._uses_ancestry = self._may_use_ancestry(beams, keys, values)
         self._materialize_suffix = weakref.WeakMethod(self.materialize_suffix)
         if self._is_short and not self._uses_ancestry:
             self._repeat_prefix()
-        if self._uses_ancestry and self.prefix is None:  # nothing came before the first position of the sequences
+        if self._uses_ancestry and self.prefix is None:  # nothing precedes the first position of the sequences
             batch = beams.batch
             self.prefix = keys[:batch, :, :0].contiguous(), values[:batch, :, :0].contiguous()
         if self.prefix is not None and not self._is_shared:
@@ -137,13 +137,13 @@ class GrowingKV(KVCache):
         self.suffix_length = end
 
     def _move_prefix(self, prefix: Pair, keys: Tensor, values: Tensor) -> None:
-        """The suffix is the prefix, which has a row per sequence, and these."""
+        """Makes the suffix of the prefix, which has a row per sequence, followed by these."""
         self.prefix, self._repeated = None, prefix[0].shape[2]
         self._start_suffix(*prefix, self._repeated + self._initial_capacity)
         self._append(keys, values)
 
     def _may_use_ancestry(self, beams: Beams, keys: Tensor, values: Tensor) -> bool:
-        """Whether reorders are to change a table, for a suffix that starts with these."""
+        """Whether reorders change a table instead of the suffix, if the suffix starts with these."""
         is_worth_sharing = self._is_shared and not self._is_short
         return (
             beams.per_input > 1
@@ -155,14 +155,14 @@ class GrowingKV(KVCache):
         )
 
     def _repeat_prefix(self) -> Pair:
-        """Gives a prefix that is not worth sharing one row per sequence."""
+        """Repeats a prefix that is not worth sharing, so that it has a row per sequence."""
         assert self._beams is not None and self.prefix is not None, "`expand` has found a short prefix"
         keys, values = (part.repeat_interleave(self._beams.per_input, dim=0) for part in self.prefix)
         self.prefix, self._is_short = (keys, values), False
         return keys, values
 
     def prompt(self) -> Pair:
-        """K and V of the prompt, [batch, heads, N, dim]."""
+        """Returns K and V of the prompt, [batch, heads, N, dim]."""
         assert self.prefix is not None and self.suffix is None, "nothing else is stored"
         return self.prefix
 
@@ -171,12 +171,12 @@ class GrowingKV(KVCache):
         self.suffix_length = 0
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Has these in the place of what was stored, [rows, heads, positions, dim]. Nothing is added to them."""
+        """Replaces everything stored by these, [rows, heads, positions, dim], to which nothing is added."""
         self.release()
         self.prefix, self._is_short, self._uses_ancestry = (keys, values), False, False
 
     def materialize_suffix(self) -> None:
-        """The suffix row by row: something else than the attention operator needs it, and will again."""
+        """Puts the suffix in row order for good, because something other than the attention operator needs it."""
         if not self._uses_ancestry:
             return
         assert self._beams is not None and self.suffix is not None, "a table is of the suffix of beams"
@@ -192,10 +192,10 @@ class GrowingKV(KVCache):
             self._start_suffix(keys, values, self.suffix_length + self._initial_capacity)
 
     def crop(self, count: int) -> None:
-        """Forgets the last `count` positions: what a step only looks at.
+        """Forgets the last `count` positions, which a step has only looked at.
 
         Raises:
-            ValueError: not so many were added since `expand` and the last `reorder`.
+            ValueError: fewer positions were added since `expand` and the last `reorder`.
         """
         self._views = None
         if self.prefix is not None and self.suffix is None and self._beams is None and self.cached > count:
@@ -208,11 +208,11 @@ class GrowingKV(KVCache):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether one row of the prefix stands for several sequences."""
+        """Whether one row of the prefix serves several sequences."""
         return self._beams is not None and self.prefix is not None and self.prefix[0].shape[0] != self._beams.rows
 
     def read(self) -> Pair:
-        """What stands for K and V of all rows, as from `extend`. ValueError if nothing has been stored yet."""
+        """Returns K and V of all rows, like `extend`. Raises ValueError if nothing has been stored yet."""
         if self._views is None:
             if self._is_short and self.suffix is None:
                 self._repeat_prefix()
@@ -234,7 +234,7 @@ class GrowingKV(KVCache):
         return KVView.of(prefix, suffix, self._beams.per_input, ancestry, materialize_suffix)
 
     def reorder(self, index: Tensor) -> None:
-        """Row r continues the sequence of row `index[r]`, [rows]. ValueError as in `Beams.check`."""
+        """Has row r continue the sequence of row `index[r]`, [rows]. Raises ValueError as `Beams.check` does."""
         if self._beams is None or self.suffix is None or self._beams.per_input == 1:
             return
         if self._uses_ancestry:
@@ -244,21 +244,21 @@ class GrowingKV(KVCache):
         self._length_at_reorder, self._views = self.suffix_length, None
 
     def _move(self, suffix: Pair, index: Tensor) -> None:
-        """Row r of the suffix becomes what row `index[r]` is."""
+        """Replaces row r of the suffix by row `index[r]`."""
         if torch.is_grad_enabled() or not suffix[0].is_cpu:
             for part in suffix:
                 cached = part[:, :, : self.suffix_length]
                 cached.copy_(cached.index_select(0, index.to(part.device)))
             return
         index = index.to(suffix[0].device)
-        # Written once, to other memory: that of one layer more, which the next layer gets then.
+        # Written once, to new memory. This takes one more layer's memory: the next layer gets this one's.
         keys, values = (self._allocate(part.shape, part) for part in suffix)
         for part, new in zip(suffix, (keys, values), strict=True):
             torch.index_select(part[:, :, : self.suffix_length], 0, index, out=new[:, :, : self.suffix_length])
         self.suffix = keys, values
 
     def keep(self, inputs: Tensor) -> None:
-        """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
+        """Continues with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
         if self._beams is None:
             raise ValueError("inputs can leave only after the beams are expanded")
         rows = rows_of(inputs, self._beams.per_input)
@@ -273,7 +273,7 @@ class GrowingKV(KVCache):
         self._views = None
 
     def _kept(self, part: Tensor, rows: Tensor) -> Tensor:
-        """These rows of the suffix, which are at least one and in ascending order, in the memory that it has."""
+        """Returns these rows of the suffix, at least one and in ascending order, in the memory that it has."""
         span = _span(rows)
         if span is not None:
             return part[span]
@@ -283,6 +283,6 @@ class GrowingKV(KVCache):
         return part
 
     def materialize(self) -> Pair:
-        """K and V as ordinary contiguous tensors [rows, heads, length, dim], for who takes the cache over."""
+        """Returns K and V as ordinary contiguous tensors, [rows, heads, length, dim], for code that takes them over."""
         keys, values = (part.materialize() if isinstance(part, KVView) else part for part in self.read())
         return keys.contiguous(), values.contiguous()

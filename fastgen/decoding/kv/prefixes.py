@@ -1,8 +1,8 @@
-"""K and V of beginnings that prompts share: a radix tree over blocks of tokens.
+"""K and V of prefixes that prompts share: a radix tree over blocks of tokens.
 
-A block is `BLOCK` tokens behind those of its parent, with K and V of each layer. What is not used for longest goes
-first, from the ends of the tree. As in SGLang's RadixAttention (Zheng et al., "SGLang", NeurIPS 2024, section 3), but
-over whole blocks.
+A block holds `BLOCK` tokens that follow those of its parent, with K and V of each layer. The least recently used blocks
+are evicted first, from the leaves of the tree. Like SGLang's RadixAttention (Zheng et al., "SGLang", NeurIPS 2024,
+section 3), but with whole blocks.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ class _Block:
 
 
 class PrefixCache:
-    """Of one model as it is. Not for several threads.
+    """The shared prefixes of one model in its present state. Not thread-safe.
 
-    What prompts of different `kind` begin with is not the same, whatever their tokens.
+    Prompts of different `kind` share nothing, whatever their tokens.
 
     Args:
-        most_bytes: of K and V, at the most.
+        most_bytes: maximum size of K and V.
 
     Attributes:
-        reused: positions that prompts have found here.
-        nbytes: of what is there.
+        reused: number of positions that prompts have found here.
+        nbytes: present size of K and V.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes, self.reused = most_bytes, 0, 0
         self._first: dict[tuple[Hashable, ...], _Block] = {}
-        self._by_use: OrderedDict[_Block, None] = OrderedDict()  # those used last are at the end
+        self._by_use: OrderedDict[_Block, None] = OrderedDict()  # the most recently used blocks are last
 
     def match(self, tokens: Sequence[int], kind: Hashable = None) -> int:
-        """How many of the first tokens are there; at least one is left."""
+        """Returns how many of the first tokens are stored, leaving at least one token."""
         return len(self._found(tokens, kind)) * BLOCK
 
     def take(self, tokens: Sequence[int], kind: Hashable = None) -> list[Pair]:
-        """K and V of these, layer by layer, [1, heads, `match` of them, dim]; nothing if none are there."""
+        """Returns K and V of these tokens by layer, [1, heads, `match`, dim]; an empty list if none are stored."""
         found = self._found(tokens, kind)
-        for block in reversed(found):  # a parent is used after its children: it must not go before them
+        for block in reversed(found):  # a parent after its children, so that it is not evicted before them
             self._by_use.move_to_end(block)
         self.reused += len(found) * BLOCK
         by_layer = zip(*(block.layers for block in found), strict=True)
         return [_joined(pairs) for pairs in by_layer]
 
     def put(self, tokens: Sequence[int], layers: Sequence[Pair], kind: Hashable = None) -> None:
-        """Keeps K and V of a prompt, [1, heads, tokens, dim] each, in whole blocks: as many as there is room for."""
+        """Stores K and V of a prompt, [1, heads, tokens, dim] each, in as many whole blocks as there is room for."""
         parent: _Block | None = None
         by_block = [(keys.split(BLOCK, dim=2), values.split(BLOCK, dim=2)) for keys, values in layers]
         of_block = BLOCK * sum(part[:, :, 0].nbytes for pair in layers for part in pair)
@@ -76,13 +76,13 @@ class PrefixCache:
                 self.nbytes += block.nbytes
             self._by_use[block] = None
             parent = block
-        while parent is not None:  # parents behind their children, as in `take`
+        while parent is not None:  # parents after their children, as in `take`
             self._by_use.move_to_end(parent)
             parent = parent.parent
         self._shrink()
 
     def clear(self) -> None:
-        """The model has changed."""
+        """Drops everything, because the model has changed."""
         self._first, self.nbytes = {}, 0
         self._by_use.clear()
 
@@ -106,7 +106,7 @@ class PrefixCache:
 
 
 def _blocks(tokens: Sequence[int], kind: Hashable) -> list[tuple[Hashable, ...]]:
-    """What tells the blocks of a prompt from others behind the same ones: of the first, also its kind."""
+    """Returns the keys of a prompt's blocks among the children of one parent. The first also contains the kind."""
     whole = range(0, len(tokens) - BLOCK + 1, BLOCK)
     return [(*tokens[begin : begin + BLOCK], *([] if begin else [kind])) for begin in whole]
 

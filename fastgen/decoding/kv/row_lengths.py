@@ -1,8 +1,8 @@
-"""A length of each row, where a model has one number: the number of positions in front of those that it reads.
+"""A separate length for each row, for models that expect one number: the number of positions before those they read.
 
-Many models compute positions from the length of their cache, which is one for all rows. A `RowLengths` stands for that
-number. What a model computes from it, it computes for each row: operations on it run under `torch.vmap`. Where the
-result meets what the model computes of its tokens, row by row, each row gets its own.
+Many models compute positions from the length of their cache, which is one number for all rows. A `RowLengths` replaces
+that number. What a model computes from it is computed for each row, under `torch.vmap`. Once a result meets tensors
+that have a row dimension, such as hidden states, each row gets its own value.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.utils import _pytree
 from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.decoding.kv.view import CannotBeCaptured
 
-# What is asked of a tensor without looking at its numbers.
+# Questions about a tensor that do not read its values.
 _QUESTIONS = frozenset(
     {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device"}
 )
-# Hidden states and scores have at least so many dimensions, of which the first are the rows; masks have one more.
+# Hidden states and scores have at least this many dimensions, rows first. Masks have one more.
 _DIMENSIONS_OF_STATES = 3
 
 
 class RowLengths(Tensor):
-    """A tensor of any shape that is another one for each row.
+    """A tensor of any shape with a separate value for each row.
 
-    Anything that does not come through `__torch_function__` raises: there are no numbers in the tensor itself.
+    Any access that bypasses `__torch_function__` raises, because the tensor itself has no values.
 
     Attributes:
         by_row: [rows, *shape].
-        bounds: what all rows are not longer than, of which the host knows bounds; None for what was made of it.
+        bounds: an upper limit of all rows, whose bounds the host knows; None for most derived values.
     """
 
     by_row: Tensor
@@ -83,7 +83,7 @@ class RowLengths(Tensor):
         return RowLengths.of(found)
 
     def _of_own_row(self, dimensions: int) -> Tensor:
-        """An ordinary tensor of so many dimensions, of which the first are the rows: each with what is its own."""
+        """Returns an ordinary tensor of this many dimensions, rows first, with each row's own value."""
         values = self.by_row
         values = values.reshape(values.shape[0], *[1] * (dimensions - values.dim() + 1), *values.shape[1:])
         if values.shape[1] == 1:
@@ -100,20 +100,20 @@ class RowLengths(Tensor):
 
 
 def arange(*args: Any, **options: Any) -> Tensor:
-    """`torch.arange`, which does not ask the classes of its arguments.
+    """Replaces `torch.arange`, which does not dispatch on the classes of its arguments.
 
-    A range from one such length to another has the size that their distance says.
+    A range from one such length to another has a known size if their distance is known.
     """
     count = _distance(*args) if len(args) == 2 else None
     return torch.arange(*args, **options) if count is None else torch.arange(count, **options) + args[0]
 
 
 def getitem(tensor: Tensor, index: Any) -> Any:
-    """`Tensor.__getitem__`, which takes slices from one such length to another one, as `table[:, length : length + 1]`:
-    the size of what they give is what the distance says.
+    """Replaces `Tensor.__getitem__`, and accepts slices from one such length to another, as in
+    `table[:, length : length + 1]`. Their distance is the size of the result.
     """
     parts = index if isinstance(index, tuple) else (index,)
-    # Beside an index of another kind, one of numbers would be another axis.
+    # Beside an index that is not a slice, a tensor of indices would create another axis.
     for at, part in enumerate(parts if all(type(part) is slice for part in parts) else ()):
         count = _distance(part.start, part.stop) if part.step is None else None
         if count is not None:
@@ -123,7 +123,7 @@ def getitem(tensor: Tensor, index: Any) -> Any:
 
 
 def _distance(start: Any, end: Any) -> int | None:
-    """By how much a length is more than another one; None where the host does not know."""
+    """Returns the difference of two lengths; None if the host does not know it."""
     first, last = (each.bounds if isinstance(each, RowLengths) else each for each in (start, end))
     if isinstance(first, SymbolicLength) and isinstance(last, SymbolicLength) and first.origin is last.origin:
         return last.offset - first.offset

@@ -1,7 +1,7 @@
-"""Where the rows of a batch are in the KV cache: how many, how long, and in which row each position of theirs lies.
+"""The rows of a batch in the KV cache: their number, their lengths, and the row in which each of their positions lies.
 
-One object serves all layers of a model. In hooks the host knows all of it (`Beams`). A captured step reads it from the
-device (`StepState`), also where its rows are tokens that belong to any rows of the cache (`RaggedState`).
+One object serves all layers of a model. In hooks the host knows everything (`Beams`). A captured step reads it from the
+device (`StepState`), also if the step's rows are tokens that belong to arbitrary rows of the cache (`RaggedState`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastgen.memory import capacity as larger_capacity
 
 
 def rows_of(inputs: Tensor, per_input: int) -> Tensor:
-    """The rows of the given inputs, [n] -> [n * per_input], where each has `per_input` rows next to each other."""
+    """Returns the rows of the given inputs, [n] -> [n * per_input], if each input has `per_input` adjacent rows."""
     return (inputs.unsqueeze(1) * per_input + torch.arange(per_input, device=inputs.device)).flatten()
 
 
 class Rows:
-    """The rows that continue each of `batch` inputs, `per_input` next to each other, and their ancestry."""
+    """The rows that continue each of `batch` inputs, `per_input` adjacent ones each, and their ancestry."""
 
     def __init__(self, batch: int, per_input: int, device: torch.device | None = None) -> None:
         self.batch, self.per_input, self._device = batch, per_input, device
@@ -33,18 +33,18 @@ class Rows:
         return self.batch * self.per_input
 
     def _own(self, positions: int) -> Tensor:
-        """[rows, positions], int32: the ancestry of positions that lie in their own row."""
+        """Returns [rows, positions], int32: the ancestry of positions that lie in their own row."""
         return torch.arange(self.rows, dtype=torch.int32, device=self._device).unsqueeze(1).repeat(1, positions)
 
     def _longer(self, table: Tensor, capacity: int) -> Tensor:
-        """The table of ancestors with more positions, which lie in their own row."""
+        """Returns the ancestry table with more positions, which lie in their own row."""
         return torch.cat([table, self._own(capacity - table.shape[1])], dim=1)
 
 
 class Beams(Rows):
     """The rows of a call with hooks, on the host.
 
-    All layers pass the same index object of a reorder one after another: it is looked at once.
+    In a reorder, each layer in turn passes the same index object, which is read only once.
     """
 
     def __init__(self, batch: int, per_input: int) -> None:
@@ -54,10 +54,10 @@ class Beams(Rows):
         self._checked: tuple[Tensor, int, bool] | None = None
 
     def check(self, index: Tensor) -> bool:
-        """Looks at the row indices of a reorder, [rows]; at values on the host alone.
+        """Checks the row indices of a reorder, [rows], whose values are only read if they are on the host.
 
         Returns:
-            whether a row continues another one than itself. On a device that is not looked at: True.
+            whether a row continues another row than itself; True if the indices are on another device.
 
         Raises:
             ValueError: `index` has another length, or crosses from one input to another.
@@ -73,12 +73,12 @@ class Beams(Rows):
             if not torch.equal(index // self.per_input, own // self.per_input):
                 raise ValueError("a row cannot continue a sequence of another input")
             moves = not torch.equal(index, own)
-        # Of what is made in inference mode nobody knows whether it is written to later.
+        # Inference tensors have no version, so a later write to them cannot be noticed.
         self._checked = None if index.is_inference() else (index, index._version, moves)
         return moves
 
     def update_ancestry(self, index: Tensor, length: int) -> None:
-        """Row r continues row `index[r]`, of `length` positions: `ancestry` says where those of a row lie. CPU only.
+        """Has row r continue row `index[r]`, of `length` positions, by updating `ancestry`. CPU only.
 
         Raises:
             ValueError: as in `check`, or the lengths of two layers differ.
@@ -93,14 +93,14 @@ class Beams(Rows):
         self._last_update = index, length
 
     def ancestry(self, length: int) -> Tensor | None:
-        """[rows, length], int32: position t of row r lies in row `ancestry[r, t]`. None while it is row r itself.
+        """Returns [rows, length], int32: position t of row r lies in row `ancestry[r, t]`; None while all lie in row r.
 
-        A view, valid until the next `update_ancestry` or `keep`.
+        The result is a view, valid until the next `update_ancestry` or `keep`.
         """
         return None if self._ancestry is None else self._reserve(length)[:, :length]
 
     def keep(self, inputs: Tensor) -> None:
-        """Goes on with the given inputs only, [n] in ascending order; the rows of the others are gone."""
+        """Continues with the given inputs only, [n] in ascending order, and drops the rows of the others."""
         self.batch = inputs.shape[0]
         self._last_update = self._checked = None
         if self._ancestry is not None:
@@ -109,7 +109,7 @@ class Beams(Rows):
             self._ancestry = self._ancestry[rows] - moved.unsqueeze(1)
 
     def _reserve(self, length: int) -> Tensor:
-        """The table, with a capacity of `length` positions at least."""
+        """Returns the table, with a capacity of at least `length` positions."""
         if self._ancestry is None:
             self._ancestry = self._own(larger_capacity(length, 0))
         elif (have := self._ancestry.shape[1]) < length:
@@ -118,20 +118,20 @@ class Beams(Rows):
 
 
 class StepState(Rows):
-    """Where a captured step is, on the device: all layers read it, and the step changes it once.
+    """The position of a captured step, on the device: all layers read it, and each step advances it once.
 
     Attributes:
-        capacity: positions of the suffix at the most.
-        width: positions that a step stores. The first of them stays; what is behind it, the next step writes over.
+        capacity: the maximum number of positions of the suffix.
+        width: positions that a step stores. The first one stays; the next step overwrites those after it.
         position_table: [width + 1, rows], int64: `positions` and `suffix_lengths`.
-        position: [rows], int64: where the K/V of this step goes in the suffix of each row.
-        positions: `width` of them: the same for each position of the step.
-        suffix_lengths: [rows], int64: positions of the suffix that attention reads, this step's included.
+        position: [rows], int64: the index in each row's suffix at which this step stores K and V.
+        positions: `width` such tensors, one for each position of the step.
+        suffix_lengths: [rows], int64: positions of the suffix that attention reads, including this step's.
         ancestry: [rows, capacity], int32: position t of row r lies in row `ancestry[r, t]`; None for one row per input.
         row_map: [rows], int64: the row of the cache that each row reads and writes; None: its own.
 
     Args:
-        maps_rows: rows may read and write what is another row's. Of one row per input.
+        maps_rows: rows may read and write the K and V of another row. Requires one row per input.
     """
 
     row_map: Tensor | None = None
@@ -155,7 +155,7 @@ class StepState(Rows):
         self.ancestry = self._own(capacity) if per_input > 1 else None
         if maps_rows:
             self.row_map = torch.arange(self.rows, device=device)
-        self._max_before = 0  # before rows went back
+        self._max_before = 0  # the maximum length before rows were set back
         self._growing = growing
         if growing is not None and self.ancestry is not None:
             growing.add(self.ancestry)
@@ -166,11 +166,11 @@ class StepState(Rows):
         self.position = self.positions[0]
 
     def of_width(self, width: int) -> StepState:
-        """The same positions, for a step that stores fewer positions. It goes where this one goes."""
+        """Returns the same positions for a step that stores fewer. They advance together with these."""
         return self._with(self.position_table[: width + 1], width)
 
     def beside(self, width: int) -> StepState:
-        """Positions of its own for the same rows, for steps that run ahead of this one or behind it."""
+        """Returns separate positions for the same rows, for steps that run ahead of this one or behind it."""
         return self._with(self.position_table[: width + 1].clone(), width)
 
     def _with(self, table: Tensor, width: int) -> StepState:
@@ -180,8 +180,8 @@ class StepState(Rows):
         return other
 
     def reserve(self, capacity: int) -> Callable[[], None]:
-        """Memory for more positions of the suffix: it takes the place of the other in what is returned, which allocates
-        nothing. What is stored stays where it is.
+        """Allocates memory for more positions of the suffix. Returns a function that replaces the tables, and allocates
+        nothing. Stored positions stay where they are.
         """
         ancestry = None if self.ancestry is None else self._longer(self.ancestry, capacity)
         return partial(self._put, ancestry, torch.arange(capacity, device=self._device))
@@ -192,22 +192,22 @@ class StepState(Rows):
         self.capacity, self._columns = len(columns), columns
 
     def max_length(self) -> int:
-        """Positions of the suffix that something may be stored in, of any row. Waits for the device."""
+        """Returns the number of suffix positions that any row may have stored. Waits for the device."""
         return self._stored(self.suffix_lengths)
 
     def length_of(self, inputs: Tensor | slice) -> int:
-        """The same of these inputs alone."""
+        """Returns the same for these inputs only."""
         return self._stored(self.suffix_lengths.view(self.batch, -1)[inputs])
 
     def _stored(self, lengths: Tensor) -> int:
         return min(max(int(lengths.max()), self._max_before), self.capacity)
 
     def keep_max_length(self) -> None:
-        """To be called before rows go back: what they have stored stays where it is."""
+        """Remembers the maximum length. To be called before rows are set back, as their stored positions stay."""
         self._max_before = self.max_length()
 
     def begin(self, inputs: slice = slice(None)) -> None:
-        """Nothing is stored of these inputs; the others go on."""
+        """Sets the suffix of these inputs to empty; the others continue."""
         rows = slice(*(inputs.indices(self.batch)[end] * self.per_input for end in range(2)))
         self.position_table[:, rows] = self._first
         if inputs == slice(None):
@@ -218,14 +218,14 @@ class StepState(Rows):
             self.row_map[rows] = self._own_row[rows, 0].long()
 
     def fork(self, source: int, rows: slice) -> None:
-        """Has rows go on where another one is, each one position behind the one before, in what is stored of that."""
+        """Makes rows copies of the row `source` that share its K and V, each one position after the row before."""
         assert self.row_map is not None, "rows of this step read what is their own"
         self.insert(self, slice(source, source + 1), rows)
         self.row_map[rows] = source
         self.position_table[:, rows] += torch.arange(1, rows.stop - rows.start + 1, device=self._device)
 
     def insert(self, other: StepState, source: Tensor | slice, target: slice) -> None:
-        """Has inputs go on at `target` that are `source` in `other`, of no larger capacity."""
+        """Has the inputs at `source` in `other`, of no larger capacity, continue at `target`."""
         count = self.per_input
         own, new = (each.position_table.unflatten(1, (-1, count)) for each in (self, other))
         own[:, target] = new[:, source]
@@ -236,12 +236,12 @@ class StepState(Rows):
             own[target, :, : other.capacity] = row[target] // count * count + new[source] % count
 
     def advance(self, parents: Tensor | None, count: Tensor | int = 1) -> None:
-        """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
+        """Advances to the next step, whose rows continue `parents`, [rows] (None: themselves). Changes all in place.
 
-        That is all there is to a reorder: no K or V is moved. What the next step stores lies in the row itself.
+        A reorder is nothing more: no K or V is moved. The next step stores its positions in each row itself.
 
-        Of what it has stored, `count` positions stay, [rows], int64, or so many of all. The rows that change places are
-        as long as each other.
+        Of the positions stored by this step, `count` stay, [rows], int64, or one number for all. Rows that change
+        places must be equally long.
         """
         self.position_table.add_(count)
         if self.ancestry is not None and parents is not None:
@@ -250,16 +250,16 @@ class StepState(Rows):
 
 
 class RaggedState(StepState):
-    """Where a step is in which each row of the cache has its own number of tokens: each token is a row of one position.
+    """The position of a step whose rows are tokens: each row of the cache may have a different number of them.
 
-    Its K and V are stored in the row that it belongs to, behind those of the tokens in front of it, and it reads that
-    row as far as itself.
+    K and V of a token are stored in the row that it belongs to, after those of the tokens before it. It reads that row
+    up to itself.
 
     Attributes:
-        row_map, offsets: [tokens], int64: the row of each token, and how many tokens of that row are in front of it.
+        row_map, offsets: [tokens], int64: the row of each token, and the number of that row's tokens before it.
 
     Args:
-        rows: where the rows are that the tokens belong to.
+        rows: the positions of the rows that the tokens belong to.
     """
 
     row_map: Tensor
@@ -271,10 +271,10 @@ class RaggedState(StepState):
         self.row_map, self.offsets = torch.zeros(2, tokens, dtype=torch.int64, device=device).unbind()
 
     def spread(self, counts: Sequence[int]) -> None:
-        """Says how many tokens each row has. Those that are left over are the first one once more, which does no harm.
+        """Sets how many tokens each row has. Surplus tokens repeat the first one, which does no harm.
 
         Raises:
-            ValueError: these are no tokens, or more than there are.
+            ValueError: there are no tokens, or more than the step has.
         """
         found = [(row, offset) for row, count in enumerate(counts) for offset in range(count)]
         if not 0 < len(found) <= self.rows:
@@ -284,5 +284,5 @@ class RaggedState(StepState):
             buffer.copy_(torch.tensor(values))
 
     def locate(self) -> None:
-        """Finds the positions. To be called at the beginning of a step, as a part of it."""
+        """Computes the positions. To be called at the beginning of a step, as a part of it."""
         self.position_table.copy_(self._of.position.index_select(0, self.row_map) + self.offsets + self._first)

@@ -1,6 +1,6 @@
-"""States of a layer that are no K and V: of linear attention, or of a short convolution.
+"""Per-layer states other than K and V: of linear attention, state spaces, or a short convolution.
 
-A state has one size, however long the sequences are. It cannot go back: each step writes over what was there.
+A state has one size, whatever the length of the sequences. It cannot be set back: each step overwrites it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-# Which state of a layer: its kind, and its number among those of the kind.
+# A state of a layer: its kind, and its number among states of the kind.
 Name = tuple[str, int]
 States = Mapping[Name, Tensor]
-"""Those of a layer, [rows, ...] each."""
+"""The states of a layer, [rows, ...] each."""
 
 
 def of_each(states: States, function: Callable[[Tensor], Tensor]) -> dict[Name, Tensor]:
-    """What the function makes of each state."""
+    """Applies a function to each state."""
     return {name: function(state) for name, state in states.items()}
 
 
 class FixedStates:
-    """The states of a layer in buffers that stay where they are: a captured step changes them in place.
+    """The states of a layer in buffers of fixed addresses, which a captured step changes in place.
 
     Attributes:
         buffers: [batch * per_input, ...] each.
@@ -36,29 +36,29 @@ class FixedStates:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def load(self, states: States, inputs: slice = slice(None)) -> None:
-        """Takes over what the prefill has left, [inputs, ...] each. Those of `inputs` that are left over have zeros."""
+        """Loads the states that the prefill has left, [inputs, ...] each. The remaining `inputs` get zeros."""
         self.leave(inputs)
         for name, buffer in self.buffers.items():
             part = self._by_input(buffer)[inputs]
             part[: states[name].shape[0]] = states[name].unsqueeze(1)
 
     def insert(self, other: FixedStates, source: Tensor | slice, target: slice) -> None:
-        """Has inputs go on at `target` that are `source` in `other`."""
+        """Has the inputs at `source` in `other` continue at `target`."""
         for name, buffer in self.buffers.items():
             self._by_input(buffer)[target] = other._by_input(other.buffers[name])[source]
 
     def leave(self, inputs: slice) -> None:
-        """Nothing counts of these inputs until others are loaded."""
+        """Zeroes the states of these inputs, which do not count until others are loaded."""
         for buffer in self.buffers.values():
             self._by_input(buffer)[inputs] = 0
 
     def reorder(self, parents: Tensor) -> None:
-        """Row r goes on with the state of row `parents[r]`. Changes all in place, and may be captured."""
+        """Has row r continue with the state of row `parents[r]`. Changes are in place, and may be captured."""
         for buffer in self.buffers.values():
             buffer.copy_(buffer.index_select(0, parents))
 
     def first(self, rows: int) -> dict[Name, Tensor]:
-        """A copy of those of the first rows."""
+        """Returns copies of the states of the first rows."""
         return of_each(self.buffers, lambda buffer: buffer[:rows].clone())
 
     def _by_input(self, buffer: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class FixedStates:
 
 
 def saved(states: Sequence[FixedStates]) -> Callable[[], None]:
-    """Returns what puts them back to what they are now."""
+    """Returns a function that restores the present contents of these states."""
     buffers = [buffer for each in states for buffer in each.buffers.values()]
     before = [buffer.clone() for buffer in buffers]
 

@@ -1,7 +1,7 @@
-"""K or V of several streams in a captured step: what they have in common, and further positions of each.
+"""K or V of several streams in a captured step: positions that they share, and further positions of each.
 
-ProphetNet's streams read the K and V of the main stream, and each its own. The model puts the two together, once per
-stream, which would copy what is stored in every step; here the products are computed on the parts.
+ProphetNet's streams read the K and V of the main stream, and each its own. The model concatenates the two once per
+stream, which would copy all stored positions in every step. Here the products are computed on the parts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fastgen.decoding.kv.view import METADATA, ONE_TENSOR, CannotBeCaptured, KVV
 
 
 class StreamKVView(Tensor):
-    """[rows, streams, heads, length + own length, dim], or with heads in front, or of one stream without it."""
+    """[rows, streams, heads, length + own length, dim]; heads may precede streams; one stream may lack that axis."""
 
-    shared: KVView  # [rows, heads, length, dim]: of all streams
-    own: list[Tensor]  # [rows, heads, own length, dim] of each stream, which follows
-    stream_dim: int | None  # the dimension of the streams, 1 or 2; None for one stream without it
+    shared: KVView  # [rows, heads, length, dim]: shared by all streams
+    own: list[Tensor]  # [rows, heads, own length, dim] of each stream, which follow the shared positions
+    stream_dim: int | None  # the dimension of the streams, 1 or 2; None for one stream without that dimension
 
     @staticmethod
     def of(shared: KVView, own: Sequence[Tensor], stream_dim: int | None) -> StreamKVView:
@@ -51,7 +51,7 @@ class StreamKVView(Tensor):
 
 
 def _join(streams: Any, stream_dim: int | None, dim: int) -> Any:
-    """Streams of the same K or V on top of each other in dimension `dim`; what they had before is `stream_dim`."""
+    """Stacks streams of the same K or V in dimension `dim`. Their present stream dimension is `stream_dim`."""
     first = streams[0]
     for part in streams:
         if not isinstance(part, StreamKVView) or part.shared is not first.shared or part.stream_dim != stream_dim:
@@ -67,7 +67,7 @@ def _transpose(streams: StreamKVView, first: int, second: int) -> Any:
 
 
 def _einsum(equation: str, *operands: Any) -> Any:
-    """An einsum that spells the scores of queries, or the context of weights, [rows, streams, heads, queries, any]."""
+    """An einsum that denotes scores of queries, or context of weights, [rows, streams, heads, queries, any]."""
     if len(operands) == 1:
         operands = tuple(operands[0])
     inputs, _, output = equation.replace(" ", "").partition("->")

@@ -1,4 +1,4 @@
-"""A number on the device of which the host knows the bounds."""
+"""A number on the device whose bounds the host knows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 class SymbolicLength(Tensor):
-    """One integer on the device. What its bounds decide, the host answers without waiting for it.
+    """One integer on the device. The host answers comparisons that its bounds decide, without waiting for the device.
 
-    Models ask the length of their cache whether there is anything in it, or whether their table of positions is long
-    enough. Where the bounds leave a comparison open, it gives a tensor, as ever.
+    Models compare the length of their cache with zero, or with the size of their table of positions. If the bounds do
+    not decide a comparison, its result is a tensor, as for any tensor.
 
     Attributes:
-        low, high: the bounds, the last one included.
-        origin, offset: it is by `offset` more than `origin`.
-        answers: what it has answered so far, and what was made of it: what is recorded meanwhile holds as long as all
-            of them do.
+        low, high: the bounds, both inclusive.
+        origin, offset: the number is `origin` + `offset`.
+        answers: the answers given so far, also by numbers derived from this one. A recording made meanwhile stays valid
+            as long as all of them hold.
     """
 
     low: int
@@ -31,26 +31,26 @@ class SymbolicLength(Tensor):
 
     @staticmethod
     def of(number: Tensor, low: int, high: int) -> SymbolicLength:
-        """`number`, a 0-dim integer tensor, and always what is in its memory, with bounds."""
+        """Returns `number`, a 0-dim integer tensor, with bounds. The result shares its memory."""
         made = number.as_subclass(SymbolicLength)
         made.low, made.high = low, high
         made.origin, made.offset, made.answers = number, 0, set()
         return made
 
     def move(self, low: int, high: int) -> bool:
-        """Takes other bounds; says whether all that it has answered so far is still true."""
+        """Sets other bounds. Returns whether all answers so far still hold."""
         self.low, self.high = low, high
         return self.accept(self.answers)
 
     def accept(self, answers: set[tuple[Any, int, bool]]) -> bool:
-        """Whether these answers are true of it, too: then they are its own from now on."""
+        """Whether these answers hold with the present bounds. If so, they become answers of this number, too."""
         are_true = all(self._answer(compare, other) is answer for compare, other, answer in answers)
         if are_true:
             self.answers |= answers
         return are_true
 
     def _answer(self, compare: Callable[[int, int], bool], other: int) -> bool | None:
-        """What the bounds say of a comparison; None if they leave it open."""
+        """Returns the result of a comparison; None if the bounds do not decide it."""
         telling = (self.low, self.high, min(max(other, self.low), self.high))
         found = {compare(value, other) for value in telling}
         return found.pop() if len(found) == 1 else None
@@ -78,7 +78,7 @@ class SymbolicLength(Tensor):
 
 
 def _forms(name: str) -> tuple[Any, ...]:
-    """What torch calls an operation: the method, or the one behind the sign."""
+    """Returns torch's functions for an operation: the method, and the one of the operator sign."""
     return tuple(getattr(Tensor, form) for form in (name, f"__{name}__"))
 
 

@@ -1,8 +1,8 @@
-"""A tensor that stands for K or V of all sequences, without the repeated prefix ever being made.
+"""A tensor that represents K or V of all rows without repeating the prefix in memory.
 
-`KVView` has the shape, dtype and device of the full tensor [rows, heads, length, dim]. The operations that attention
-is made of are computed on the two parts; scaling, masks, biases and soft-caps stay the model's own code. Whatever else
-touches a `KVView` gets the full tensor: correct, only slower.
+`KVView` has the shape, dtype and device of the full tensor, [rows, heads, length, dim]. The operations of attention are
+computed on prefix and suffix; scaling, masks, biases and soft-caps stay the model's own code. Any other operation on a
+`KVView` gets the full tensor, which is correct but slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastgen.ops.attention import (
     shared_prefix_scores,
 )
 
-# Passed through without building the full tensor: they ask about it, not for its contents.
+# Passed through without building the full tensor, because they do not read its contents.
 _ATTRIBUTES = "shape dtype device ndim requires_grad is_cuda is_cpu is_mps is_xpu is_quantized is_nested layout"
 METADATA = frozenset(
     {
@@ -39,25 +39,25 @@ METADATA = frozenset(
 
 @dataclass(frozen=True)
 class Parts:
-    """The stored tensors, and the view of them that a `KVView` stands for."""
+    """The stored tensors, and the view of them that a `KVView` represents."""
 
     prefix: Tensor  # [batch, kv heads, N, dim]
     suffix: Tensor | None  # [rows, kv heads, T, dim]
     per_input: int
     # [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
     ancestry: Tensor | None = None
-    # Gives what is called when something else than the attention operator needs the suffix, row by row.
+    # Refers to a method that makes the suffix contiguous by row, for users other than the attention operator.
     materialize_suffix: weakref.WeakMethod | None = None
-    backend: Any = None  # the `FixedKV` of a captured step, which knows how much of prefix and suffix counts
-    queries: int | None = None  # rows that read, where the backend knows which row of the cache each of them reads
+    backend: Any = None  # the `FixedKV` of a captured step, which knows which positions of prefix and suffix count
+    queries: int | None = None  # number of rows that read, if the backend maps them to rows of the cache
     group: int = 1  # every kv head is repeated this many times (grouped-query attention)
     ungrouped: bool = False  # [rows, kv heads, group, length, dim], half-way through such a repetition
     folded: bool = False  # heads are folded into rows: [rows * heads, length, dim]
     transposed: bool = False  # the last two dimensions are swapped
-    columns: slice | None = None  # the numbers of each position that count; None: all
-    # [heads, any, rank]: each head has these products with the first `rank` of them, and then the others as they are.
+    columns: slice | None = None  # the range of the last stored dimension that counts; None: all
+    # [heads, any, rank]: each head multiplies the first `rank` columns by this, and appends the other columns.
     weight: Tensor | None = None
-    # The suffix row by row, once somebody has asked for it: for all views of the tensor.
+    # The suffix in row order once it was needed, shared by all views of the tensor.
     gathered: list[Tensor] = field(default_factory=list, compare=False)
 
     @property
@@ -65,7 +65,7 @@ class Parts:
         return self.prefix.shape[0] * self.per_input if self.queries is None else self.queries
 
     def own(self) -> Tensor | None:
-        """The suffix with the positions of row r in row r."""
+        """Returns the suffix with the positions of row r in row r."""
         if self.materialize_suffix is not None and (materialize := self.materialize_suffix()) is not None:
             materialize()
         if self.suffix is None or self.ancestry is None:
@@ -88,7 +88,7 @@ class Parts:
         return stored if self.weight is None else stored + self.weight.shape[1] - self.weight.shape[2]
 
     def expand(self, x: Tensor) -> Tensor:
-        """What heads make of numbers as they are stored, [rows, heads, any, stored]."""
+        """Expands stored values, [rows, heads, any, stored], to those of the heads."""
         x = x if self.columns is None else x[..., self.columns]
         if self.weight is None:
             return x
@@ -96,7 +96,10 @@ class Parts:
         return torch.cat([torch.einsum("rhqk,hdk->rhqd", x[..., :rank], self.weight), x[..., rank:]], dim=-1)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """The query, [rows, heads, queries, dim], whose products with what is stored are those with what heads make."""
+        """Returns the query whose products with stored values equal those of `query` with the heads' values.
+
+        The query is [rows, heads, queries, dim].
+        """
         if self.weight is None:
             return query
         dim = self.weight.shape[1]
@@ -115,7 +118,7 @@ class Parts:
 class KVView(torch.Tensor):
     """K or V of all rows, stored as a prefix per input and a suffix per row. See the module's docstring.
 
-    Valid until the store that made it changes: within one forward pass.
+    Valid until the store that made it changes, that is, within one forward pass.
     """
 
     _parts: Parts
@@ -123,7 +126,7 @@ class KVView(torch.Tensor):
 
     @staticmethod
     def of(prefix: Tensor, suffix: Tensor | None, per_input: int, *rest: Any, **more: Any) -> KVView:
-        """The tensor [batch * per_input, kv heads, N + T, dim] of these `Parts`."""
+        """Returns the tensor [batch * per_input, kv heads, N + T, dim] of these `Parts`."""
         return KVView._make(Parts(prefix, suffix, per_input, *rest, **more))
 
     @staticmethod
@@ -134,15 +137,15 @@ class KVView(torch.Tensor):
         return made
 
     def cut(self, at: int) -> tuple[KVView, KVView]:
-        """The first so many of the numbers of each position, and the others."""
+        """Splits the last dimension into the first `at` columns and the rest."""
         first, rest = (replace(self._parts, columns=each) for each in (slice(at), slice(at, None)))
         return KVView._make(first), KVView._make(rest)
 
     def materialize(self) -> Tensor:
-        """The ordinary tensor that this one stands for.
+        """Returns the ordinary tensor that this one represents.
 
         Raises:
-            CannotBeCaptured: it belongs to a captured step, which would repeat the prefix again and again.
+            CannotBeCaptured: it belongs to a captured step, which would repeat the prefix in every replay.
         """
         if self._full is None:
             parts = self._parts
@@ -178,7 +181,7 @@ class KVView(torch.Tensor):
                     result = NotImplemented
                 if result is not NotImplemented:
                     return result
-            # Down to __torch_dispatch__, where the full tensor takes the place of this one.
+            # Goes on to __torch_dispatch__, where the full tensor replaces this one.
             return func(*args, **kwargs)
 
     @classmethod
@@ -196,18 +199,18 @@ class KVView(torch.Tensor):
 
 
 def of_latents(latents: KVView, rotary: KVView, weight: Tensor, dim: int) -> tuple[KVView, KVView]:
-    """K and V that heads make of one latent vector a position, as in multi-head latent attention.
+    """Returns the K and V that heads make of one latent vector per position, as in multi-head latent attention.
 
-    Attention then reads the latents alone: the query takes over the products of K, and those of V follow ("absorbed",
-    DeepSeek-V2, 2024, section 2.1.2).
+    Attention then reads only the latents: the query absorbs the products of K, and those of V follow attention
+    (DeepSeek-V2, 2024, section 2.1.2).
 
     Args:
-        latents, rotary: [rows, 1, length, any], stored as the K and V of a layer. What is rotated is K's for all heads.
-        weight: [heads, dim + dim of V, rank]: what a head multiplies the latents with.
-        dim: how many numbers of K it gives.
+        latents, rotary: [rows, 1, length, any], stored as K and V of a layer. All heads share the rotated part of K.
+        weight: [heads, dim + dim of V, rank]: each head multiplies the latents by it.
+        dim: size of the part of K that comes from the latents.
 
     Raises:
-        CannotBeCaptured: in a captured step, they are not next to each other.
+        CannotBeCaptured: in a captured step, if latents and rotated part are not in one tensor.
     """
     parts, rank, heads = latents._parts, latents.shape[3], weight.shape[0]
     if parts.columns is None:  # they are in two tensors
@@ -225,18 +228,18 @@ def of_latents(latents: KVView, rotary: KVView, weight: Tensor, dim: int) -> tup
 
 
 class CannotBeCaptured(RuntimeError):
-    """A decoding step does something that a captured one cannot, or should not."""
+    """A decoding step does something that cannot, or should not, be captured."""
 
 
 class OfThisCall(CannotBeCaptured):
-    """It is a matter of this call's inputs: others of its kind may be captured."""
+    """The reason lies in this call's inputs: other calls of its kind may be captured."""
 
 
 ONE_TENSOR = "the model's attention wants all keys and values as one tensor"
 
 
 class _Unsupported(Exception):
-    """A rule does not know this use: the full tensor is used instead."""
+    """A rule does not support this use, so the full tensor is used instead."""
 
 
 def _require(condition: bool) -> None:
@@ -255,15 +258,15 @@ def _parts_of(value: Any) -> Parts:
 
 
 def _refuse_write(tensor: Any, *args: Any) -> Any:
-    # The write would go to a temporary full tensor and be lost. Raising hands the whole call to the original code.
+    # The write would go to a temporary full tensor and be lost. Raising passes the whole call to the original code.
     raise RuntimeError("the model writes to cached keys or values in place")
 
 
-# ---- views: nothing is computed, only what the tensor stands for changes
+# ---- views: these compute nothing, and only change what the tensor represents
 
 
 def _same(tensor: Any, *args: Any, **kwargs: Any) -> KVView:
-    """`contiguous`, and casts to the dtype and device that the tensor has anyway."""
+    """`contiguous`, and casts to the dtype and device that the tensor already has."""
     parts = _parts_of(tensor)
     for value in (*args, *kwargs.values()):
         _require(value in (parts.prefix.dtype, parts.prefix.device))
@@ -285,7 +288,7 @@ def _permute(tensor: Any, *dims: Any) -> KVView:
 
 
 def _sizes(given: Any) -> Sequence[int]:
-    """One for each dimension, which torch takes one by one or together."""
+    """Returns one size per dimension; torch accepts them as separate arguments or as one sequence."""
     return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
 
 
@@ -327,7 +330,7 @@ def _expand(tensor: Any, *sizes: Any) -> KVView:
 
 
 def _cat(tensors: Any, dim: int = 0) -> Any:
-    """Further positions behind all that a captured step has stored: kept apart, or all would be copied."""
+    """Appends positions to all that a captured step has stored. Keeps them apart: joining would copy everything."""
     _require(len(tensors) == 2 and dim == 2 and type(tensors[1]) is Tensor)
     parts = _parts_of(tensors[0])
     _require(parts.backend is not None and parts.queries is None)
@@ -335,7 +338,7 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
     return parts.backend.with_own(tensors[0], tensors[1])
 
 
-# ---- products: what attention does with K and V
+# ---- products of attention with K and V
 
 
 def _product(left: Any, right: Any) -> Tensor:
@@ -346,7 +349,7 @@ def _product(left: Any, right: Any) -> Tensor:
     rank = 3 if parts.folded else 4
     _require(left.dim() == rank)
     heads = parts.kv_heads * parts.group
-    if heads == 1 and not parts.folded:  # all of the query's read it
+    if heads == 1 and not parts.folded:  # all heads of the query read it
         heads = left.shape[1]
     rows = left.shape[0] // heads if parts.folded else left.shape[0]
     x = left.reshape(rows, heads, *left.shape[-2:]) if parts.folded else left
@@ -362,7 +365,7 @@ def _product(left: Any, right: Any) -> Tensor:
 
 
 def _matmul(input: Any, other: Any = None, *, mat2: Any = None) -> Tensor:
-    """`matmul`, or `bmm`, which has another name for what is behind the first matrix."""
+    """`matmul`, or `bmm`, whose second parameter has another name."""
     return _product(input, other if mat2 is None else mat2)
 
 
@@ -372,7 +375,7 @@ def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: fl
 
 
 def _einsum(equation: str, *operands: Any) -> Tensor:
-    """An einsum that spells a batched matrix product, such as "bntc,bncs->bnts"."""
+    """An einsum that denotes a batched matrix product, such as "bntc,bncs->bnts"."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
     _require(isinstance(equation, str) and len(operands) == 2)
@@ -394,7 +397,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` with K and V shared."""
+    """`torch.nn.functional.scaled_dot_product_attention` on the stored K and V."""
     keys, values = _parts_of(key), _parts_of(value)
     _require(type(query) is Tensor and query.dim() == 4 and query.dtype == keys.prefix.dtype)
     _require(not is_causal and dropout_p == 0.0)
@@ -414,7 +417,7 @@ def _attention(
     return values.expand(context)
 
 
-# Methods, and functions of torch by the same names.
+# Names of methods, and of torch functions of the same name.
 _NAMES: dict[Callable[..., Any], str] = {
     _refuse_write: "__setitem__",
     _same: "contiguous to",

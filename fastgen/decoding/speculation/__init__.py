@@ -1,1 +1,1 @@
-"""Speculative decoding: what does not depend on the toolkit. One forward pass verifies drafted tokens."""
+"""The toolkit-independent part of speculative decoding, in which one forward pass verifies drafted tokens."""

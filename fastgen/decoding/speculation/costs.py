@@ -1,4 +1,4 @@
-"""What draft-verify iterations take, by timings of their parts: what the draft-length policy decides by."""
+"""Times of draft-verify iterations, from timings of their parts: the basis of the draft-length policy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from fastgen.decoding.back_off import BackOff
 
-# Parts of an iteration besides verifies, which have their number of positions: a step of the draft, what the host does.
+# Parts besides verifies, which are identified by their number of positions: a draft step, and the host's work.
 DRAFT, HOST = 0, -100
-# Timings of a part in a call that a median is of; those that are enough, because a part is slow when it runs for the
-# first time; and calls whose medians are kept, of which the least counts: what makes a call slower is from outside.
+# The latest timings of a part in a call, of which the median is taken; the number that is enough for one, because the
+# first run of a part is slow; and calls whose medians are kept. The least median counts, as only disturbances add time.
 _KEPT, _ENOUGH, _CALLS = 16, 2, 4
-# Calls until a verify that was not chosen is timed again.
+# Calls until a verify that was not chosen is timed again: at first, and at most.
 _FIRST_CALLS, _MOST_CALLS = 2, 64
-# The acceptance rate of a draft of which nothing is known.
+# The assumed acceptance rate of a draft of which nothing is known.
 _ACCEPTANCE = 0.7
 
 
@@ -25,7 +25,7 @@ class _Timings:
     def __init__(self) -> None:
         self._of_this_call: deque[float] = deque(maxlen=_KEPT)
         self._of_calls: deque[float] = deque(maxlen=_CALLS)  # medians
-        self.has_run = self.is_old = False  # in this call; for long
+        self.has_run = self.is_old = False  # has run in this call; has not run for long
         self._back_off, self._was_old = BackOff(_FIRST_CALLS, _MOST_CALLS), False
 
     def add(self, seconds: float) -> None:
@@ -34,11 +34,11 @@ class _Timings:
         self.is_old &= len(self._of_this_call) < _ENOUGH
 
     def seconds(self) -> float | None:
-        """The median of a call, and the least one of some calls; None as long as there are too few timings."""
+        """Returns the least of the medians of some calls; None while there are too few timings."""
         return min([*self._of_calls, *self._medians()], default=None)
 
     def begin_call(self, other_parts_ran: bool) -> None:
-        """Another call begins. Of a part that runs seldom, timings of several calls count as one."""
+        """Begins another call. Timings of a part that runs seldom are collected over several calls."""
         if self._medians():
             (self._back_off.fail if self._was_old else self._back_off.succeed)()
             self._of_calls.extend(self._medians())
@@ -53,20 +53,20 @@ class _Timings:
 
 
 class Costs:
-    """What iterations of a step take, by the medians of their parts; and what is accepted of its drafts.
+    """Times of a step's iterations, from the medians of their parts; and the acceptance rate of its drafts.
 
-    A verify that was never timed costs what follows from those of other numbers of tokens. So does one that calls have
-    done without for long: it may have been timed on a busy machine, and would never run again.
+    The time of a verify that was never timed is interpolated from those of other numbers of tokens. So is that of a
+    verify that calls have not used for long: it may have been timed on a busy machine, and would never run again.
 
     Attributes:
-        plain: seconds of a step of plain calls; None if nobody has timed one: a verify of one position stands for it.
+        plain: seconds of a plain call's step; None if it was not timed, and a verify of one position is used instead.
         acceptance: the probability that a drafted token is accepted if those before are, in the last iterations.
-        only_timed: only lengths whose verify was timed may be drafted: nothing is to be recorded in a call.
-        short_calls: calls that had too few tokens for a draft, since the parts were timed.
+        only_timed: only lengths whose verify was timed may be drafted, because calls must not record anything.
+        short_calls: number of calls that had too few tokens for a draft, since the parts were timed.
 
     Args:
-        rows: of the step. A verify works on all of them, finished or not.
-        lengths: tokens that an iteration may draft, 0 first: of each row, or of all rows together where `is_ragged`.
+        rows: rows of the step. A verify computes all of them, finished or not.
+        lengths: numbers of tokens that an iteration may draft, 0 first: per row, or for all together if `is_ragged`.
     """
 
     def __init__(self, rows: int, lengths: Sequence[int], is_ragged: bool = False) -> None:
@@ -78,60 +78,60 @@ class Costs:
         self.forget()
 
     def forget(self) -> None:
-        """All timings: the machine may have been busy."""
+        """Drops all timings, because the machine may have been busy."""
         self._parts: dict[int, _Timings] = {}
         self.short_calls = 0
 
     def add(self, part: int, seconds: float) -> None:
-        """A part has run: a verify of so many positions, `DRAFT` or `HOST`."""
+        """Notes the seconds of a part: a verify of this many positions, `DRAFT` or `HOST`."""
         self._parts.setdefault(part, _Timings()).add(seconds)
 
     def begin_call(self) -> None:
-        """Another call begins. A verify of drafted tokens is missed if another one has run in the last one."""
+        """Begins another call. A verify of drafted tokens was missed if another one has run in the last call."""
         has_drafted = any(part > 1 and known.has_run for part, known in self._parts.items())
-        # No plain call tells what a step without a draft takes: then a verify of one position is missed, too.
+        # If no plain call times a step without a draft, a verify of one position can be missed, too.
         first = 1 if self.plain is None else 2
         for part, known in self._parts.items():
             known.begin_call(has_drafted and part >= first)
 
     def follow(self, larger: Costs) -> None:
-        """What is not known of these is estimated by those of a step with more rows, which this one goes on for."""
+        """Uses the costs of a larger step, which this step continues, for everything that is not known yet."""
         self._larger, self.acceptance = larger, larger.acceptance
 
     def seconds(self, part: int) -> float | None:
-        """The median of a part; None as long as there are too few timings."""
+        """Returns the median of a part; None while there are too few timings."""
         return self._parts[part].seconds() if part in self._parts else None
 
     def allows(self, length: int) -> bool:
-        """Whether iterations may draft so many tokens."""
+        """Whether iterations may draft this many tokens."""
         return not (length and self.only_timed) or self.seconds(length + 1) is not None
 
     def knows(self, has_model: bool) -> bool:
-        """Whether it is known what a draft and its verify take."""
+        """Whether the times of a draft and of its verify are known."""
         return max(self._verifies(), default=0) > self.rows and (not has_model or self._draft() is not None)
 
     def baseline(self) -> float | None:
-        """Seconds of an iteration without a draft, as a plain call would make it; None if nobody knows."""
+        """Returns the seconds of an iteration without a draft, as in a plain call; None if they are not known."""
         return self._verifies().get(self.rows)
 
     def iterations(self) -> dict[int, float]:
-        """Seconds of iterations by the tokens that they draft; none as long as no verify was timed."""
+        """Returns the seconds of iterations by the number of drafted tokens; empty while no verify was timed."""
         verifies = self._verifies()
         if not verifies:
             return {}
         draft, host, own = self._draft() or 0.0, self.seconds(HOST) or 0.0, self.seconds(1)
         found = {k: _interpolated(verifies, self._positions(k)) + k * draft + host for k in self.lengths}
-        # That of a plain call takes as long, but for what the host does: if they differ by more, that is an accident.
+        # An iteration without a draft and a plain step differ only by the host's work. Any other difference is noise.
         found[0] -= host if self.plain is None or own is None else min(max(self.plain - own, 0.0), host)
         return found
 
     def estimate(self, rows: int, length: int) -> float:
-        """Seconds of an iteration of a step with fewer rows."""
+        """Returns the estimated seconds of an iteration of a step with fewer rows."""
         verify, host = _interpolated(self._verifies(), self._positions(length, rows)), self.seconds(HOST) or 0.0
         return verify + length * (self._draft() or 0.0) + host
 
     def most_gain(self) -> float:
-        """The part of a plain call's time that drafts would gain if all tokens were accepted."""
+        """Returns the part of a plain call's time that drafts would save if all tokens were accepted."""
         of, each = self.iterations(), self.rows if self.is_ragged else 1
         return 1 - min(of[k] / (k / each + 1) for k in self.lengths[1:]) / self._verifies()[self.rows]
 
@@ -144,7 +144,7 @@ class Costs:
         return self._larger._draft() if own is None and self._larger is not None else own
 
     def _verifies(self) -> dict[int, float]:
-        """Seconds of verifies by their number of tokens."""
+        """Returns the seconds of verifies by their number of tokens."""
         found = {} if self._larger is None else self._larger._verifies()
         for part, known in self._parts.items():
             if part > 0 and not known.is_old and (seconds := known.seconds()) is not None:
@@ -153,7 +153,7 @@ class Costs:
 
 
 def _interpolated(table: dict[int, float], at: int) -> float:
-    """Goes on at both ends as between the last two entries, but never below proportion, nor the cheapest entry."""
+    """Interpolates linearly, and extrapolates at both ends, but never below proportion, nor the cheapest entry."""
     entries = sorted(table.items())
     if len(entries) == 1 or at in table:
         return table.get(at, entries[0][1])

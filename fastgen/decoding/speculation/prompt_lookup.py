@@ -1,7 +1,7 @@
-"""Drafts without a model: what followed the last tokens when they occurred before, in the prompt or the output.
+"""Drafts without a model: the tokens that followed an earlier occurrence of the last tokens, in prompt or output.
 
-From Saxena, "Prompt Lookup Decoding" (2023), which looks through all tokens at each step. Here an index of n-grams is
-kept, so that a step costs the same however long the text is.
+From Saxena, "Prompt Lookup Decoding" (2023), which searches all tokens at each step. Here, an index of n-grams makes
+the cost of a step independent of the length of the text.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-# Stands between texts of a row that do not follow one another. Nothing is drafted across it.
+# Separates texts of a row that do not follow one another. No draft crosses it.
 BOUNDARY = -1
 
 
 class PromptLookup:
     """Drafts for the rows of a batch, each from its own tokens.
 
-    The longest n-gram that occurs before is used. Where it occurs several times, the last occurrence is: Transformers'
-    `PromptLookupCandidateGenerator` takes the first, which is less often right. That may be nearer to the end than the
-    draft is long. Then the draft goes on with itself, as in a loop. It ends before `eos`: a token that ends the
-    sequence is left to the model.
+    The longest n-gram that has occurred before is used, at its last occurrence. Transformers'
+    `PromptLookupCandidateGenerator` uses the first, which is less often right. If fewer tokens follow the occurrence
+    than the draft is long, the draft continues with its own beginning, as in a loop. It ends before `eos`: a token that
+    ends the sequence is left to the model.
 
     Args:
-        rows: of the batch.
+        rows: number of rows of the batch.
         max_ngram: the largest n, at least 1.
-        most: the tokens of a draft, at most.
+        most: the maximum number of tokens of a draft.
         eos: tokens that end a sequence.
     """
 
@@ -34,29 +34,29 @@ class PromptLookup:
         self._rows = [_Row(max_ngram) for _ in range(rows)]
 
     def append(self, row: int, tokens: Iterable[int]) -> None:
-        """Tokens that follow those of the row. `BOUNDARY` separates texts, as a source and its translation."""
+        """Appends tokens to a row. `BOUNDARY` separates texts, such as a source and its translation."""
         self._rows[row].append(tokens)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Leaves these rows, in this order; the others are forgotten."""
+        """Keeps these rows, in this order, and forgets the others."""
         self._rows = [self._rows[row] for row in rows]
 
     def propose(self, row: int, most: int) -> list[int]:
-        """A draft of what follows, of `most` tokens at the most; empty if the last token occurs nowhere else."""
+        """Returns a draft of at most `most` following tokens; empty if the last token occurs nowhere else."""
         return self.propose_behind(row, most)[0]
 
     def propose_behind(self, row: int, most: int) -> tuple[list[int], int]:
-        """The same, and how many tokens in front of it have occurred before; 0 if the last one has not."""
+        """Returns the same, and how many tokens before it have occurred before; 0 if the last one has not."""
         tokens, size = self._rows[row].followed(self._max_ngram, min(most, self._most))
         return list(itertools.takewhile(lambda token: token not in self._ends, tokens)), size
 
 
-# Larger n-grams are looked for among the positions of those: each size that is indexed takes memory for every token.
+# Larger n-grams are searched for at the positions of these, because each indexed size takes memory for every token.
 _MOST_INDEXED = 16
 
 
 class _Row:
-    """Tokens, and for each n from 1 to a few the positions behind each n-gram, in order."""
+    """Tokens, and for each n from 1 to a few the positions after each n-gram, in order."""
 
     def __init__(self, max_ngram: int) -> None:
         self._tokens: list[int] = []
@@ -71,17 +71,17 @@ class _Row:
                 positions.setdefault(tuple(known[end - size :]), []).append(end)
 
     def _positions_of(self, size: int) -> list[int]:
-        """The positions behind each n-gram like the last one, in order."""
+        """Returns the positions after each occurrence of the last n-gram of this size, in order."""
         known, indexed = self._tokens, min(size, len(self._positions))
         end = len(known)
         positions = self._positions[indexed - 1][tuple(known[end - indexed :])]
-        if indexed == size or len(positions) == 1:  # the end itself
+        if indexed == size or len(positions) == 1:  # the only position is the end itself
             return positions
         last = known[end - size :]
         return [position for position in positions if position >= size and known[position - size : position] == last]
 
     def _longest(self, most: int) -> int:
-        """A size that no n-gram like the last one, which has occurred before, is above; `most` at the most."""
+        """Returns an upper bound, at most `most`, for the size of the last n-grams that have occurred before."""
         known = self._tokens
         if most <= len(self._positions):
             return most
@@ -92,11 +92,11 @@ class _Row:
         return found
 
     def followed(self, max_ngram: int, most: int) -> tuple[list[int], int]:
-        """`most` tokens that followed the longest n-gram that has occurred before, the last time; and n."""
+        """Returns the `most` tokens after the last earlier occurrence of the longest known n-gram; and n."""
         known = self._tokens
         for size in range(self._longest(min(max_ngram, len(known) - 1)), 0, -1) if most > 0 else ():
             positions = self._positions_of(size)
-            if len(positions) > 1:  # the last one is the end itself
+            if len(positions) > 1:  # the last position is the end itself
                 found = known[positions[-2] : positions[-2] + most]
                 return (found * -(-most // len(found)))[:most], size
         return [], 0

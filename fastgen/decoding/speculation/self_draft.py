@@ -1,7 +1,7 @@
-"""A self-draft: the model itself drafts with low-bit copies of its weights.
+"""A self-draft: the model drafts with low-bit copies of its own weights.
 
-Rounded to 8 bits, a model mostly chooses the tokens that it chooses with its own weights, and a step reads a quarter
-of the bytes. Drafts are verified with the weights themselves: a stale copy costs time, never a token.
+With weights rounded to 8 bits, a model mostly chooses the same tokens as with its own weights, and a step reads a
+quarter of the bytes. Drafts are verified with the weights themselves, so a stale copy costs time, but changes no token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastgen.locks import forkable_lock
 
 
 class OtherLogits(Exception):
-    """The model changes what its LM head returns: a draft from that is void."""
+    """The model changes the output of its LM head, so that a draft from it is invalid."""
 
 
 class DraftWeights:
@@ -34,13 +34,13 @@ class DraftWeights:
 
     Args:
         model: weights that are not plain parameters in float32, bfloat16 or float16 are left out.
-        kinds: the classes of linear layers, and whether their weight is stored by inputs.
+        kinds: the classes of linear layers, and whether their weight is [K, N].
         head: the LM head, which `copy_head` copies.
         precision: "int8" or "int4".
-        group_size: inputs that share a scale.
+        group_size: number of elements along K that share a scale.
 
     Attributes:
-        number: of no others in this process. What is captured with these copies holds them.
+        number: unique in this process. A capture with these copies holds them.
     """
 
     _lock = forkable_lock()
@@ -53,7 +53,7 @@ class DraftWeights:
         self.number = next(self._numbers)
         self._device = device_of(model)
         self._format = formats.low_bit(precision, group_size)
-        self._weights: dict[nn.Module, cache.DerivedWeight] = {}  # tied weights are one
+        self._weights: dict[nn.Module, cache.DerivedWeight] = {}  # tied weights share a copy
         self._overrides: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         for module in model.modules():
             transposed, weight = kinds.get(type(module)), module._parameters.get("weight")
@@ -67,14 +67,14 @@ class DraftWeights:
         self._left = [module for module in self._weights if module is not head]
         self._draft_head: DraftHead | None = None
         self._used_head: DraftHead | None = None
-        self._head_is_plain = True  # what it returns are the logits, as far as is known
+        self._head_is_plain = True  # the head returns the logits themselves, as far as is known
         self._is_dropped = False
 
     @classmethod
     def of(
         cls, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> DraftWeights:
-        """The draft weights that are kept with the model, or new ones where it has changed since."""
+        """Returns the draft weights that are kept with the model, or new ones if the model has changed since."""
         format = formats.low_bit(precision, group_size)
         with cls._lock:
             kept = cls._of[model] = {each: of for each, of in cls._of.get(model, {}).items() if of._is_current()}
@@ -93,14 +93,14 @@ class DraftWeights:
         return not self._is_dropped and all(own is not None and weight.is_of(own) for own, weight in of)
 
     def forget(self) -> None:
-        """A copy has gone: what drafts with it, or is captured with it, goes, too."""
+        """Drops everything that drafts with the copies, or is captured with them, because a copy is gone."""
         if not self._is_dropped:
             self._is_dropped = True
             self._overrides, self._draft_head, self._used_head = {}, None, None
             caches.free_captured_steps()
 
     def copy(self, seconds: float = math.inf) -> bool:
-        """Copies weights for about so many seconds; says whether all but the head are. In one thread at a time.
+        """Copies weights for about this many seconds. Returns whether all but the head are copied. Not thread-safe.
 
         Raises:
             ValueError: there is no weight to copy, or too little memory.
@@ -108,7 +108,7 @@ class DraftWeights:
         if not self._weights:
             raise ValueError("the model has no weights for a low-bit self-draft")
         for weight in self._weights.values():
-            weight.note_use()  # first: making room for the others must not cost one of these
+            weight.note_use()  # first, so that making room for other copies does not evict one of these
         missing = {weight for weight in map(self._weights.__getitem__, self._left) if weight.current() is None}
         if missing and not cache.has_memory(sum(self._format.nbytes(each.weight) for each in missing), self._device):
             raise ValueError("too little memory is free for low-bit copies of the weights")
@@ -123,10 +123,10 @@ class DraftWeights:
             self._overrides[module] = partial(_multiply, copy, module)
 
     def copy_head(self, for_argmax: bool = False) -> None:
-        """Copies the LM head, if need be: before it is `used`, and not while a step is recorded.
+        """Copies the LM head if needed. To be called before `used`, and not while a step is recorded.
 
         Args:
-            for_argmax: of the logits nobody wants to know more than the `argmax`.
+            for_argmax: only the `argmax` of the logits is read.
         """
         self._used_head = None
         if self._head is None:
@@ -134,7 +134,7 @@ class DraftWeights:
         if for_argmax and self._head_is_plain:
             if self._draft_head is None:
                 self._draft_head = DraftHead.of(self._head, self._weights[self._head].weight)
-                self._head_is_plain = self._draft_head is not None  # without one, it is not tried again
+                self._head_is_plain = self._draft_head is not None  # without a draft head, it is not tried again
             if self._draft_head is not None:
                 self._draft_head.weight.tell(self)
                 self._draft_head.weight.note_use()
@@ -143,16 +143,16 @@ class DraftWeights:
             self._copy(self._head)
 
     def used(self) -> AbstractContextManager[None]:
-        """Inside this, the calling thread's forward passes multiply with the copies that there are."""
+        """Makes the calling thread's forward passes multiply with the existing copies, inside this context."""
         if self._used_head is None or self._head is None:
             return layer_forms.override_linear(self._overrides)
         return layer_forms.override_linear({**self._overrides, self._head: self._used_head.logits})
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The argmax of each row, [rows], most of the time; the logits, [rows, vocabulary], come from inside `used`.
+        """Returns the likely argmax of each row, [rows], of logits, [rows, vocabulary], computed inside `used`.
 
         Raises:
-            OtherLogits: the LM head has not returned them. After another `copy_head`, that does not matter.
+            OtherLogits: the LM head has not returned these logits. After another `copy_head`, `argmax` accepts any.
         """
         if self._used_head is None:
             return logits.argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Rows that are continued by several tokens at once: those of a draft that were accepted, and one more."""
+"""A search whose rows advance by several tokens at once: the accepted tokens of a draft, and one more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastgen.ops import search_step
 
 
 class Progress(NamedTuple):
-    """How far a search is, as the host reads it: one number of each row."""
+    """The state of a search as the host reads it, with one number for each row."""
 
     done: bool
     unfinished: list[bool]
@@ -22,19 +22,19 @@ class Progress(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """The rows that are not finished."""
+        """The unfinished rows."""
         return [row for row, goes_on in enumerate(self.unfinished) if goes_on]
 
 
 class SpeculativeSearch(Search):
-    """A search in which every row takes as many tokens as were accepted of its draft, and the one behind them.
+    """A search in which each row takes the accepted tokens of its draft, and the token after them.
 
-    Drafted tokens are written behind the end of the running sequences, where code that reads the tokens so far finds
+    Drafted tokens are written after the ends of the running sequences, where code that reads the tokens so far finds
     them. `commit` leaves padding there.
 
     Args:
         width: the most tokens that a row takes at once.
-        together: all rows that go on take as many tokens as each other: the model has one position for all rows.
+        together: all unfinished rows take the same number of tokens, because the model has one position for all rows.
     """
 
     def __init__(self, *sizes: Any, width: int, together: bool, **options: Any) -> None:
@@ -43,35 +43,35 @@ class SpeculativeSearch(Search):
         self._together = together
 
     def progress(self) -> Progress:
-        """Waits for the device."""
+        """Returns the progress of the search. Waits for the device."""
         done, unfinished, lengths, _ = self._on_host
         return Progress(bool(done), unfinished.tolist(), lengths.tolist())
 
     def tokens_of(self, row: int, begin: int, end: int) -> list[int]:
-        """The tokens of a row between two positions. Waits for the device."""
+        """Returns the tokens of a row between two positions. Waits for the device."""
         found: list[int] = self._on_host[3][row, begin:end].tolist()
         return found
 
     @cached_property
     def _on_host(self) -> tuple[Any, ...]:
-        """Buffers as the host reads them in each iteration; on the CPU as arrays, which takes a tenth of the time."""
+        """The buffers that the host reads in each iteration; on a CPU as arrays, which takes a tenth of the time."""
         buffers = self.done, self.unfinished.view(-1), self.length.view(-1), self.running_tokens
         return tuple(buffer.numpy() for buffer in buffers) if self.done.device.type == "cpu" else buffers
 
     def following(self, first: Tensor | int, count: int) -> Tensor:
-        """[rows, count]: the tokens of each row from its last one on, of which the `first` are left out.
+        """Returns [rows, count]: the tokens of each row from its last one on, skipping `first` of them.
 
-        Negative numbers begin in front of it; in front of the prompt is its first token.
+        Negative numbers begin before the last token. Positions before the prompt get its first token.
         """
         at = self.length.view(-1, 1) - 1 + first + self._positions[:count]
         return self.running_tokens.gather(1, torch.maximum(at, self.start.view(-1, 1)))
 
     def draft(self, tokens: Tensor, ahead: Tensor) -> None:
-        """Writes drafted tokens, [rows], behind the `ahead` ones that are drafted already."""
+        """Writes drafted tokens, [rows], after the `ahead` tokens that are already drafted."""
         self.running_tokens.scatter_(1, self.length.view(-1, 1) + ahead, tokens.unsqueeze(1))
 
     def cut(self, rows: Tensor, length: int) -> None:
-        """Ends some rows, [rows], bool, at this length; what they have behind it becomes what fills sequences up."""
+        """Ends some rows, [rows], bool, at this length, and pads what comes after it."""
         self.taken.copy_(self._by_input(torch.where(rows, length - self.length.view(-1), 0)))
         self.length.add_(self.taken)
         is_behind = (self._positions >= length) & rows.unsqueeze(1)
@@ -80,7 +80,7 @@ class SpeculativeSearch(Search):
         self.done.logical_or_(~self.unfinished.any())
 
     def put_back(self, larger: SpeculativeSearch, inputs: Tensor) -> None:
-        """Writes where this search is to the one that it has taken over these inputs of."""
+        """Writes the state of this search back to `larger`, from which it has taken over these inputs."""
         for name, buffer in vars(self).items():
             if isinstance(buffer, Tensor):
                 old = getattr(larger, name)
@@ -92,15 +92,15 @@ class SpeculativeSearch(Search):
     def commit(
         self, chosen: Tensor, counts: Tensor | None, accepted: Tensor, near: Tensor | None, near_ties: Tensor
     ) -> None:
-        """Goes on with the first `accepted` + 1 of the tokens in `chosen`, up to an end or the limit.
+        """Continues with the first `accepted` + 1 of the tokens in `chosen`, up to an end token or the limit.
 
-        Sequences that are finished stay what they are.
+        Finished sequences do not change.
 
         Args:
             chosen: [rows, width], int64.
-            counts: [rows], int64: how many tokens are drafted. Then `accepted` is found out, as `accept_greedy` does.
+            counts: [rows], int64: how many tokens are drafted. If given, `accepted` is computed as in `accept_greedy`.
             accepted: [rows], int64.
-            near, near_ties: [rows, width], bool, and one int64, to which those of the tokens that are taken are added.
+            near, near_ties: [rows, width], bool, and an int64 scalar, to which those of the taken tokens are added.
         """
         if search_step.available(chosen):
             torch.ops.fastgen.commit_(
@@ -114,7 +114,7 @@ class SpeculativeSearch(Search):
             accepted.copy_(accept_greedy(self.following(1, width - 1), chosen, counts))
         steps = self._positions[:width]
         ends = (chosen.unsqueeze(2) == self._eos).any(dim=2)
-        # The tokens up to the first that ends the sequence, that one included.
+        # The number of tokens up to and including the first that ends the sequence.
         before_end = (ends.long().cumsum(dim=1) - ends.long() == 0).sum(dim=1)
         count = torch.minimum(accepted + 1, before_end)
         length, limit = self.length.view(-1), self.limit.view(-1)

@@ -1,7 +1,7 @@
-"""How many drafted tokens a step verifies whose rows are free to: as many as give the most tokens a second.
+"""How many drafted tokens a step with free rows verifies: as many as maximize the tokens per second.
 
-A token that is verified takes a row. What it is worth is how likely it is to be right; what it costs is what the step
-takes longer. So the rows that serve many inputs verify few drafts, or none.
+A verified token takes a row. Its value is the probability that it is right, and its cost is the additional time of the
+step. So a step that serves many inputs verifies few drafts, or none.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-# How much a token that was verified counts in what is known of an input, and of all of them.
+# Weight of a verified token in the average of its input, and in that of all inputs.
 _WEIGHT, _WEIGHT_FOR_ALL = 0.2, 0.02
-# Less likely tokens are not verified: what they would bring is less than what may be wrong about the costs.
+# Less likely tokens are not verified: their gain is smaller than the error of the costs.
 _LEAST_CHANCE = 0.05
-# A row more takes this part of a step longer, as long as none was measured, and a step is measured so often before that
-# is believed.
+# The assumed part of a step's time that another row adds, and the number of measurements of a step that replace it.
 _SHARE, _MEASURED = 0.08, 3
-# Drafts are verified where they bring this much at the least.
+# Drafts are verified if the rate of tokens grows at least by this factor.
 _LEAST_GAIN = 1.05
-# Measurements that count: the last ones. Others may have had the processors in each of them.
+# Number of latest measurements that count. Other processes may disturb each of them.
 _LATEST = 16
 
 
 class Chance:
-    """How likely a drafted token is to be right, where those in front of it are: a moving average.
+    """The probability that a drafted token is right if those before it are: a moving average.
 
     Args:
-        first: as long as nobody knows.
+        first: the initial value.
     """
 
     def __init__(self, first: float) -> None:
@@ -35,13 +34,13 @@ class Chance:
         self._all: Chance | None = None
 
     def of_input(self) -> Chance:
-        """That of one input more: as it is for others, to begin with. What is noted of it is noted here, too."""
+        """Returns the chance of another input, which begins with this value. What it notes is noted here, too."""
         made = Chance(self.value)
         made._all = self
         return made
 
     def note(self, verified: int, right: int) -> None:
-        """Of so many tokens of a draft the first ones were right. Nothing is known of those behind the first wrong."""
+        """Notes how many of the first tokens of a draft were right. Nothing is known after the first wrong one."""
         for number in range(min(verified, right + 1)):
             self._note(number < right, _WEIGHT)
             if self._all is not None:
@@ -52,17 +51,17 @@ class Chance:
 
 
 class StepSeconds:
-    """What a step takes, by its rows. Where nothing may depend on the clock, no measurement is `noted`."""
+    """Times of steps by their number of rows. If nothing may depend on the clock, no measurement is noted."""
 
     def __init__(self) -> None:
         self._measured: dict[int, deque[float]] = {}
 
     def note(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Notes the seconds of a step of this many rows."""
         self._measured.setdefault(rows, deque(maxlen=_LATEST)).append(seconds)
 
     def ratio(self, rows: int, to: int) -> float:
-        """What a step of so many rows takes, by what one of `to` rows does: no less than that, where it has more."""
+        """Returns the time of a step of `rows` rows relative to one of `to` rows, which is at least 1 if measured."""
         guess = 1 + _SHARE * (rows - to)
         known = [self._measured.get(each, ()) for each in (rows, to)]
         if min(map(len, known)) < _MEASURED:
@@ -73,16 +72,16 @@ class StepSeconds:
 def counts(
     chances: Sequence[Sequence[float]], inputs: int, room: int, seconds: StepSeconds, sizes: Sequence[int]
 ) -> list[int]:
-    """How many tokens of each draft to verify.
+    """Returns how many tokens of each draft to verify.
 
     Args:
-        chances: of each draft, and each of its tokens: how likely it is to be right if those in front of it are.
-        inputs: rows of the step besides.
-        room: rows that it may have at the most, in all.
-        sizes: rows that steps have, in order.
+        chances: for each draft, the probability of each of its tokens to be right if those before it are.
+        inputs: number of other rows of the step.
+        room: the most rows that the step may have in total.
+        sizes: numbers of rows that steps have, in order.
     """
     found = [0] * len(chances)
-    # No token of a draft is more likely to be kept than the one in front of it, which therefore comes first here.
+    # A token is at most as likely to be kept as the one before it in its draft, which therefore sorts first.
     kept = [list(itertools.accumulate(each, float.__mul__)) for each in chances]
     ranked = [(-chance, at, draft) for draft, each in enumerate(kept) for at, chance in enumerate(each)]
     ranked = sorted(each for each in ranked if -each[0] >= _LEAST_CHANCE)

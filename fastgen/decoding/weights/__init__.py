@@ -1,1 +1,1 @@
-"""The derived-weight cache: who makes copies of weights in other formats, and when one still stands for its weight."""
+"""The derived-weight cache: makes copies of weights in other formats, and decides when a copy is still valid."""

@@ -1,22 +1,22 @@
-"""The derived-weight cache: the one owner of copies of weights in other formats, for all models.
+"""The derived-weight cache: the single owner of copies of weights in other formats, for all models.
 
-Captured steps, layers and drafts ask for the copy of a weight in a `Format` (`fastgen.decoding.weights.formats`) and
-hold the `DerivedWeight` that they get, which lives as long as one of them.
+Captured steps, layers and drafts ask for the copy of a weight in a `Format` (`fastgen.decoding.weights.formats`). They
+hold the `DerivedWeight` that they get, which lives as long as one of them does.
 
-**Validation.** A copy stands for its weight while the parameter is the same object, with the same memory and version.
-Torch does not count writing through `parameter.data`. So a copy that results depend on counts only for calls that had
-begun when it was validated: each later call compares the fingerprint of the weight's contents once
-(`fastgen.ops.fingerprint`). Where none was taken, the copy is made again. Two do without this second part: who says
-that nobody writes in this way (`packed_weights="keep"`), and a draft, which is verified. A captured step knows memory
-and no parameters: the second part is all that it needs. During a call, only third-party code could change a weight:
-where it runs, a captured step does without copies for the rest of the call.
+**Validation.** A copy is valid while the parameter is the same object, with the same memory and version. Torch does not
+count writes through `parameter.data`. So a copy that affects results is only valid for calls that had begun when it was
+validated: each later call compares a fingerprint of the weight's contents once (`fastgen.ops.fingerprint`). A copy
+without a fingerprint is made again. Two kinds of copies skip the fingerprint: those of users who promise not to write
+in this way (`packed_weights="keep"`), and those of a draft, which is verified. A captured step knows memory, not
+parameters, and needs the fingerprint alone. During a call, only third-party code could change a weight. Once such code
+runs, a captured step uses no copies for the rest of the call.
 
-**Memory.** Copies that the user has not asked for by `weight_dtype` take a share of what would be free without them.
-For a new one, those go that have not been used for longest. A copy that was used in one of the last calls is kept, or
-two models that alternate would make theirs anew in each call.
+**Memory.** Copies that the user has not requested by `weight_dtype` take a share of the memory that would be free
+without them. To make room for a new copy, the least recently used ones are evicted. A copy that was used in one of the
+last calls is kept: otherwise two models that alternate would remake their copies in each call.
 
-**Back-off.** A copy that cannot be made, or does not help, is not tried again for some calls. One of a weight that has
-changed must pay first: it is made after as many steps as it takes the time of.
+**Back-off.** A copy that cannot be made, or does not help, is not tried again for some calls. A copy of a weight that
+has changed must pay first: it is made after as many steps as making it takes the time of.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from fastgen.interrupts import undoing
 from fastgen.locks import forkable_lock
 from fastgen.ops import fingerprint
 
-# So many calls do without a copy that does not help, or that cannot be made; a copy is kept for so many without it.
+# Calls that do without a copy after it could not be made or did not help; and calls for which an unused copy is kept.
 BACK_OFF = 64
 # Steps that take about as long as making a copy.
 STEPS_OF_COPY = 32
-# Of the memory of a device that would be free without copies. The rest is for the model and its user.
+# Share of the device memory that would be free without copies. The rest is for the model and its user.
 SHARE_OF_MEMORY = 0.5
 
 _clock, _calls_begun = itertools.count(1), itertools.count(1)
@@ -50,17 +50,17 @@ _clock, _calls_begun = itertools.count(1), itertools.count(1)
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """What a copy of a weight, [N, K], is.
+    """A format for copies of a weight, [N, K].
 
     Attributes:
         name: for messages and counts.
-        make: the copy, or None if this weight has none.
-        itemsize: approximate bytes of an element of the copy.
+        make: returns the copy, or None if this weight has none.
+        itemsize: approximate bytes per element of the copy.
         is_compared: a copy is validated by the fingerprint of its weight, on the CPU.
-        validate_at: a call validates the copy when it needs it for this time, and does without before: that costs as
-            much as reading the weight.
-        waits: the first copy is made in the step of this number.
-        counted_as: calls that use copies are counted under this name in `fastgen.stats()`, if there is one.
+        validate_at: the use in a call at which the call validates the copy; earlier uses do without. Validating costs
+            as much as reading the weight.
+        waits: the number of the step in which the first copy is made.
+        counted_as: the name in `fastgen.stats()` that counts calls which use copies, if any.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Format:
     counted_as: str | None = None
 
     def nbytes(self, weight: Tensor) -> int:
-        """Approximate bytes of a copy."""
+        """Returns the approximate bytes of a copy."""
         return int(weight.numel() * self.itemsize)
 
 
@@ -80,13 +80,13 @@ class Format:
 
 
 class _Call:
-    """A call that uses captured steps, with those inside of it."""
+    """A call that uses captured steps, including calls inside it."""
 
     def __init__(self) -> None:
         self.began, self.number = next(_clock), next(_calls_begun)
-        self.third_party_ran = False  # third-party code has run inside of it
-        self.used: set[str] = set()  # what it has used, by the name in `fastgen.stats()`
-        self.budgets: dict[torch.device, float] = {}  # asked for once, because that takes long
+        self.third_party_ran = False  # third-party code has run inside the call
+        self.used: set[str] = set()  # names in `fastgen.stats()` of copies that it has used
+        self.budgets: dict[torch.device, float] = {}  # computed once, because that takes long
 
 
 class _Here(threading.local):
@@ -96,7 +96,7 @@ class _Here(threading.local):
         self.call, self.is_inside = _Call(), False
 
     def leave(self, call: _Call) -> None:
-        """The outermost one is over."""
+        """Ends the outermost call."""
         self.is_inside = False
         while call.used:
             counters.count_accelerated(call.used.pop())
@@ -107,7 +107,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """A call that uses captured steps, also inside another one. Before the outermost one, weights may have changed."""
+    """Encloses a call that uses captured steps. Weights may have changed before the outermost call."""
     if _here.is_inside:
         yield
         return
@@ -118,17 +118,17 @@ def call() -> Iterator[None]:
 
 
 def current_call() -> _Call:
-    """The outermost call of this thread: of another one, it is another object."""
+    """Returns the outermost call of this thread, which is a new object each time."""
     return _here.call
 
 
 def third_party_runs() -> None:
-    """Third-party code is about to run inside the call. It might write to weights."""
+    """Notes that third-party code is about to run inside the call. It might write to weights."""
     _here.call.third_party_ran = True
 
 
 def now() -> int:
-    """A time for `DerivedWeight.current`."""
+    """Returns the present time for `DerivedWeight.current`."""
     return next(_clock)
 
 
@@ -136,45 +136,45 @@ def now() -> int:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    # Not `data_ptr`, which a capture refuses: a kernel that it does not see might get it.
+    # Not `data_ptr`, which a capture refuses, because an unseen kernel might get it.
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 class _Copy(NamedTuple):
-    """Replaced as one: other threads read it."""
+    """Replaced as a whole, because other threads read it."""
 
     value: Any
-    validated: int  # when, by the clock
-    fingerprint: int | None  # of what it was made of
+    validated: int  # the time, by the clock
+    fingerprint: int | None  # of the weight that it was made from
     number: int  # unique in this process
     nbytes: int
 
 
 class DerivedWeight:
-    """A weight and its copy in one format, while there is one. `of` makes it.
+    """A weight and, while it exists, its copy in one format. Made by `of`.
 
     Attributes:
-        is_asked_for: by the user. Such a copy is not evicted.
+        is_asked_for: the user has requested the copy, so that it is not evicted.
     """
 
     def __init__(self, weight: Tensor, format: Format, parameter: Tensor | None) -> None:
         self.weight, self.format = weight.detach(), format
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_asked_for = False
-        # A snapshot of the parameter. Its memory is held by `weight`: no other tensor can come to lie there.
+        # A snapshot of the parameter. `weight` holds its memory, so that no other tensor can get the same address.
         self._parameter = parameter
         self._version = None if parameter is None else parameter._version
         self._place = None if parameter is None else _place(parameter)
         self._copy: _Copy | None = None
-        self._used_in = 0  # the last call that has used it, and how often
+        self._used_in = 0  # the last call that has used the copy
         self._call: _Call | None = None
         self._uses = 0
-        self._back_off = 0  # calls that will not try
-        self._waits = format.waits  # steps until there will be a copy
+        self._back_off = 0  # calls that will not try to make a copy
+        self._waits = format.waits  # steps until the copy is made
 
     @property
     def copy(self) -> Any:
-        """The copy, even if the weight has changed since; None where there is none."""
+        """The copy, even if the weight has changed since; None if there is none."""
         return None if self._copy is None else self._copy.value
 
     @property
@@ -184,19 +184,19 @@ class DerivedWeight:
 
     @property
     def number(self) -> Hashable:
-        """Identifies the copy in this process."""
+        """A number that identifies the copy in this process."""
         return None if self._copy is None else self._copy.number
 
     def is_of(self, parameter: Tensor) -> bool:
-        """Whether the weight is this parameter, unchanged as far as torch counts."""
+        """Whether the weight is this parameter, unchanged as far as torch's version counter tells."""
         return self._parameter is parameter and self._version == parameter._version and self._place == _place(parameter)
 
     def note_use(self) -> None:
-        """This call uses the copy."""
+        """Notes that this call uses the copy."""
         self._used_in = _here.call.number
 
     def current(self, since: int = 0) -> Any:
-        """The copy, if it was validated at this time or later, or is now; None where there is none."""
+        """Returns the copy if it was validated at this time or later, or can be validated now; otherwise None."""
         copy = self._copy
         self.note_use()
         if copy is None or copy.validated >= since:
@@ -211,12 +211,12 @@ class DerivedWeight:
         return None
 
     def make(self) -> Any:
-        """Makes the copy of the weight as it is now; None if it has none, or memory is short."""
+        """Makes the copy of the weight in its present state. Returns None if it has none, or memory is short."""
         self.note_use()
         self._waits, self._copy = 0, None
         if not (self.is_asked_for or has_memory(self.format.nbytes(self.weight), self.weight.device)):
             return None
-        # In this order: a copy of what is written meanwhile has another fingerprint.
+        # In this order, so that a write during the copy gives another fingerprint later.
         validated = now()
         contents = fingerprint.fingerprint(self.weight) if self.format.is_compared else None
         value = self.format.make(self.weight)
@@ -225,12 +225,12 @@ class DerivedWeight:
         return value
 
     def optional(self) -> Any:
-        """The copy, made if there is none; None if the weight has none, or memory is short."""
+        """Returns the copy, and makes it if there is none; None if the weight has none, or memory is short."""
         copy = self.current()
         return self.make() if copy is None else copy
 
     def required(self, since: int) -> Any:
-        """The copy, validated at this time or later, made if there is none: the user has asked for it.
+        """Returns a copy validated at this time or later, and makes it if needed, because the user has requested it.
 
         Raises:
             torch.OutOfMemoryError: there is too little memory for a copy.
@@ -248,7 +248,7 @@ class DerivedWeight:
         return self.make()
 
     def in_step(self) -> Any:
-        """The copy for a captured step, of the weight as it is in this call; None where it does without."""
+        """Returns the copy for a captured step, valid for this call; None if the step does without."""
         call = _here.call
         if call.third_party_ran:
             return None
@@ -269,30 +269,30 @@ class DerivedWeight:
 
     @property
     def is_validated(self) -> bool:
-        """Whether `in_step` gives the same from now on, up to the end of the call or to where third-party code runs."""
+        """Whether `in_step` returns the same for the rest of the call, or until third-party code runs."""
         return self._call is _here.call and self._uses >= self.format.validate_at and self._waits == 0
 
     def _validate(self, call: _Call) -> None:
-        """In a new call."""
+        """Validates the copy in a new call."""
         if self._back_off > 0:
             self._back_off -= 1
         elif self.current(call.began) is None:
             self._waits = self._waits or STEPS_OF_COPY
 
     def back_off(self) -> None:
-        """The copy does not help: it goes, and some calls do without one."""
+        """Drops a copy that does not help. Some calls do without one then."""
         self._back_off = BACK_OFF
         self.drop()
 
     def drop(self) -> None:
         """Frees the copy."""
-        with _lock:  # others may add themselves meanwhile
+        with _lock:  # other users may register meanwhile
             self._copy, users = None, list(self._users)
         for user in users:
             user.forget()
 
     def tell(self, user: Any) -> None:
-        """Calls `user.forget()` when the copy goes, as long as the user lives."""
+        """Calls `user.forget()` when the copy is dropped, as long as the user lives."""
         with _lock:
             self._users.add(user)
 
@@ -308,10 +308,10 @@ _lock = forkable_lock()
 
 
 def of(weight: Tensor, format: Format, parameter: Tensor | None = None) -> DerivedWeight:
-    """The derived weight of a weight, [N, K], in a format; all users share it.
+    """Returns the derived weight of a weight, [N, K], in a format. All users share it.
 
     Args:
-        parameter: that the weight is, or is a view of. Without one, only its contents tell whether it has changed.
+        parameter: the parameter that the weight is, or is a view of. Without it, only contents tell of a change.
     """
     key = (*_place(weight), weight.dtype, format)
     with _lock:
@@ -322,13 +322,13 @@ def of(weight: Tensor, format: Format, parameter: Tensor | None = None) -> Deriv
 
 
 def known() -> list[DerivedWeight]:
-    """All that somebody holds, with and without a copy."""
+    """Returns all derived weights that are in use, with and without a copy."""
     with _lock:
         return list(_known.values())
 
 
 def drop_all() -> None:
-    """Frees all copies. A call that runs makes those again that it needs."""
+    """Frees all copies. A running call makes those again that it needs."""
     for each in known():
         each.drop()
 
@@ -340,7 +340,7 @@ caches.register(drop_all)
 
 
 def has_memory(nbytes: int, device: torch.device) -> bool:
-    """Whether there is memory for copies of so many bytes. Copies that were not used lately are evicted for them."""
+    """Whether there is memory for copies of this many bytes. Evicts copies that were not used lately."""
     call = _here.call
     held = [each for each in known() if each.nbytes and not each.is_asked_for and each.weight.device == device]
     total = sum(each.nbytes for each in held)
@@ -359,7 +359,7 @@ def has_memory(nbytes: int, device: torch.device) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device, with what torch holds of a GPU and does not use."""
+    """Returns the free bytes of a device, including memory that torch has reserved on a GPU and does not use."""
     if device.type != "cuda":
         return memory.free_host_memory()
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,12 +1,12 @@
-"""Triton kernels of the operators in `fastgen.ops`, and how they are started.
+"""Triton kernels of the operators in `fastgen.ops`, and their launch.
 
     attention, best_candidates, kv_write, rms_norm          the launches of operators of those names
     grouped_linear                                          linear layers on weights of 4 or 8 bits, and their layout
     _kernels, _grouped_kernels                              the kernels; only their import needs Triton
 
-An operator asks here whether there is a kernel for its tensors (`available`), and imports the launch then. Nothing here
-waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA graph, and
-its replays read lengths, positions and tables as they are then.
+An operator asks whether there is a kernel for its tensors (`available`), and only then imports the launch. Nothing here
+synchronizes, and no grid depends on the contents of device memory: every call can be captured in a CUDA graph, and its
+replays read the lengths, positions and tables of that time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 _LEAST_CAPABILITY = (8, 0)
 
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""The types of numbers that the kernels compute with. What they add up is float32 for all of them."""
+"""The types that the kernels compute with. Sums are float32 for all of them."""
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def available(*tensors: Tensor | None) -> bool:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why kernels cannot run on a device, or None."""
+    """Returns why kernels cannot run on a device; None if they can."""
     if device.type != "cuda":
         return f"the model is on {device.type}"
     if torch.version.hip is not None:
@@ -62,7 +62,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **options: Any) -> None:
-    """Starts a kernel on the device of its tensors; a grid with nothing in it starts nothing."""
+    """Launches a kernel on the device of its tensors; does nothing for an empty grid."""
     if not all(grid):
         return
     device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
@@ -72,7 +72,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **optio
 
 @functools.cache
 def limits(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory for a program. Where there is no GPU: those of an H200."""
+    """Returns the multiprocessors, and bytes of shared memory per program. Without a GPU, those of an H200."""
     if device.type != "cuda":
         return 132, 227 * 1024
     found = torch.cuda.get_device_properties(device)
@@ -80,5 +80,5 @@ def limits(device: torch.device) -> tuple[int, int]:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Returns the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

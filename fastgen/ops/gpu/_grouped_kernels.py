@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _factors(part, k, group, n, exists, K, N):
-    """A scale, zero or min for each element of a tile, [N, K]."""
+    """Returns a scale, zero point or min for each element of a tile, [N, K]."""
     inside = exists[:, None] & (k < K)[None, :]
     return tl.load(part + (k // group).to(tl.int64)[None, :] * N + n[:, None], mask=inside, other=0)
 
@@ -17,7 +17,7 @@ def _values(
     qweight, k, n, exists, scales, zeros, mins, group, K, N,
     BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr,
 ):  # fmt: skip
-    """The dequantised weight of a tile, in float32; 0 beyond K."""
+    """Returns the dequantised weight of a tile, in float32; 0 beyond K."""
     scale = _factors(scales, k, group, n, exists, K, N).to(tl.float32)
     if HAS_MINS:
         least = _factors(mins, k, group, n, exists, K, N).to(tl.float32)
@@ -35,10 +35,10 @@ def _add(
     BITS: tl.constexpr, BY_ELEMENT: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the product of a tile of the weight, [N, K], with one of x, [M, K].
+    """Adds the product of a tile of the weight, [N, K], and a tile of x, [M, K].
 
-    A tile of one group is multiplied less its zero: float16 and bfloat16 hold that exactly, and the scale comes after
-    the sum. `sums` are the sums of x, for the mins.
+    In a tile of one group, the zero point is subtracted before the product: float16 and bfloat16 hold the difference
+    exactly; the scale is applied to the sum. `sums` are the sums of x, for the mins.
     """
     if BY_ELEMENT:
         weight = _values(qweight, k, n, is_output, scales, zeros, mins, group, K, N, BITS, HAS_ZEROS, HAS_MINS)
@@ -50,13 +50,13 @@ def _add(
         if WIDEN:
             weight = weight.to(tl.float32)
             x = x.to(tl.float32)
-    # float32 means float32: without this, Triton would round the operands to tf32, which has 10 bits.
+    # Keeps float32 accurate: by default, Triton would round the operands to tf32, which has 10 bits.
     return sums, tl.dot(weight, tl.trans(x), total, input_precision="ieee")
 
 
 @triton.jit
 def _of_block(part, block, high, n, group, N, BLOCK_K: tl.constexpr):
-    """The scale, zero or min of each n, for the one group that a block of K is in."""
+    """Returns the scale, zero point or min of each n, for the one group that a block of K belongs to."""
     at = (block * BLOCK_K // group).to(tl.int64) * N + n
     return tl.load(part + at, mask=n < tl.where(block < high, N, 0), other=0)
 
@@ -69,10 +69,10 @@ def grouped_product(
     HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, HAS_BIAS: tl.constexpr, IN_PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of N, for all M, over one part of the blocks of K.
+    """Computes a tile of N, for all M, over one part of the blocks of K.
 
-    The weight is the first operand: it is unpacked within registers on its way to the tensor cores, and few rows of x
-    fill less of a tile than they would as the first one.
+    The weight is the first operand: it is unpacked in registers on its way to the tensor cores, and a few rows of x
+    fill a smaller tile than they would as the first operand.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
@@ -84,7 +84,7 @@ def grouped_product(
     low = split * share
     high = tl.minimum(low + share, blocks)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Factors are loaded a block ahead: only what tensor cores read is copied ahead by itself.
+    # Loads factors a block ahead: only the operands of tensor cores are prefetched automatically.
     zero = tl.full([BLOCK_N], 0 if HAS_MINS else 1 << (BITS - 1), tl.int16)
     if not BY_ELEMENT:
         scale = _of_block(scales, low, high, n, group, N, BLOCK_K)
@@ -136,14 +136,14 @@ def grouped_product(
                 total += least_now * sums[None, :]
     if HAS_BIAS and not IN_PARTS:
         total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    # Parts lie as [split, M, N].
+    # Parts are laid out as [split, M, N].
     to = out + (split * M + m).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
 @triton.jit
 def add_parts(parts, bias, out, size, N, splits, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """The parts of a product, added in their order: the result is the same every time."""
+    """Adds the parts of a product in a fixed order, so that the result is reproducible."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.zeros([BLOCK], tl.float32)
@@ -162,7 +162,7 @@ def grouped_rows(
     BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, HAS_WHICH: tl.constexpr,
 ):  # fmt: skip
-    """Some weight rows in floating point: `count` of them from `begin` on, or those that `which` names."""
+    """Dequantises some weight rows: `count` of them from `begin` on, or those that `which` names."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = begin + row
     if HAS_WHICH:
@@ -180,7 +180,7 @@ def grouped_rows(
             k = at
             whole = found
         value = _values(whole, k, n, exists, scales, zeros, mins, group, K, N, BITS, HAS_ZEROS, HAS_MINS)
-        # A row that does not exist is NaN: nothing on the device can raise.
+        # A row that does not exist is NaN, because nothing on the device can raise.
         value = tl.where(exists[:, None], value, float("nan"))
         to = out + row[:, None] * K + k[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=(row < count)[:, None] & (k < K)[None, :])

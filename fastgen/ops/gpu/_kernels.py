@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""The kernels of the operators. Importing this needs Triton."""
+"""The operators' kernels. Importing this module needs Triton."""
 
 import triton
 import triton.language as tl
 
-# Exponentials are taken to the base two, which is what the hardware has.
+# Exponentials use base two, which the hardware provides.
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -24,7 +24,7 @@ def _take_in(
     q, k, v, attended, bias, maximum, total, context, scale,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys and values into the running softmax of all rows of the tile."""
+    """Adds one block of keys and values to the running softmax of all rows of the tile."""
     scores = _dot(q, tl.trans(k), PRECISION, WIDEN) * scale
     if HAS_BIAS:
         scores += bias
@@ -53,12 +53,12 @@ def attend(
     HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_SUFFIX: tl.constexpr, HAS_ANCESTRY: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One tile: the queries of one input that read the same K/V head, over one part of the blocks of keys.
+    """Processes one tile: the queries of one input that read the same K/V head, over one part of the blocks of keys.
 
-    The blocks of an input are those of its prefix, and then those of the suffix of each of its rows. All queries of the
-    tile are multiplied with all of them. A query's own history consists of suffix positions of several rows: which, is
-    in the ancestry table, and the products with what is not its history are masked. They cost arithmetic, of which
-    there is plenty, and in return every key is read once per input, in one piece, and the products are matrix products.
+    The blocks of an input are those of its prefix, followed by those of the suffix of each of its rows. All queries of
+    the tile are multiplied with all blocks. A query's own history consists of suffix positions of several rows, which
+    the ancestry table names; products with other positions are masked. These cost arithmetic, of which there is plenty;
+    in return, every key is read once per input, contiguously, and the products are matrix products.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -68,7 +68,7 @@ def attend(
 
     m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < PER_INPUT * GROUP
-    # Offsets of whole rows and heads are 64 bit: a cache is soon larger than 2^31 elements.
+    # Offsets of whole rows and heads are 64-bit: a cache easily exceeds 2^31 elements.
     row = (batch * PER_INPUT + m // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, BLOCK_D)
@@ -80,9 +80,9 @@ def attend(
         query + (row * q_row + head * q_head)[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0
     )
 
-    # The positions that count, all read on the device: [start, end) of the prefix and [first, length) of the suffix, of
-    # all rows of the tile together. Those of one row: up to its `lengths`, and with a window from its `begins` on, in
-    # prefix and suffix together.
+    # The positions that count, all read on the device: [start, end) of the prefix and [first, length) of the suffix,
+    # for all rows of the tile together. A single row reads up to its `lengths`, and with a window from its `begins` on,
+    # counted over prefix and suffix together.
     start = 0
     end = prefix_length
     if HAS_STARTS:
@@ -93,11 +93,11 @@ def attend(
     first = 0
     lengths = tl.zeros([BLOCK_M], tl.int32)
     if HAS_SUFFIX:
-        # Numbers of other rows than those of the input would be in the way of the largest, and of the smallest.
+        # Lengths of rows outside the input would distort the maximum and the minimum.
         filled = tl.load(suffix_length + tl.where(real, row, batch * PER_INPUT) * length_row)
         lengths = tl.minimum(tl.maximum(filled, 0), capacity).to(tl.int32)
         length = tl.max(lengths, 0)
-        # Each of a row's queries but the last does not see the positions behind its own.
+        # Each of a row's queries but the last does not see the positions after its own.
         lengths -= QUERIES - 1 - m % GROUP % QUERIES
     if HAS_WINDOW:
         begins = prefix_length + lengths - window
@@ -142,7 +142,8 @@ def attend(
 
     if HAS_SUFFIX:
         for block in range(tl.maximum(low, prefix_blocks), high):
-            # The rows of an input take turns at the same positions: the part of the table they share stays in cache.
+            # The rows of an input alternate at the same positions, so that the part of the table that they share stays
+            # in cache.
             copy = (block - prefix_blocks) % PER_INPUT
             position = first + (block - prefix_blocks) // PER_INPUT * BLOCK_N + n
             inside = real[:, None] & (position[None, :] < lengths[:, None])
@@ -154,7 +155,7 @@ def attend(
                 mine = parents == source
             else:
                 mine = (row == source)[:, None] & inside
-            # What is in no row's beam ancestry any more is not read.
+            # Positions that are in no row's beam ancestry any more are not read.
             alive = tl.max(mine.to(tl.int32), 0) > 0
             k = tl.load(
                 suffix_keys + source * sk_row + wide_head * sk_head + (position * sk_position)[:, None] + d[None, :],
@@ -178,11 +179,11 @@ def attend(
     at = row * (kv_heads * GROUP) + head
     inside = real[:, None] & (e < VALUE_DIM)[None, :]
     if not IN_PARTS:
-        # A row that sees nothing has no weights: zeros, as fused kernels give.
+        # A row that sees nothing has no weights: its result is zero, as from fused kernels.
         context = context / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + (at * VALUE_DIM)[:, None] + e[None, :], context.to(out.dtype.element_ty), mask=inside)
     else:
-        # Parts lie as [query, split, ...]; a split without blocks says so by a maximum of minus infinity.
+        # Parts are laid out as [query, split, ...]; a split without blocks has a maximum of minus infinity.
         at = at * splits + split
         tl.store(part_maximum + at, maximum, mask=real)
         tl.store(part_total + at, total, mask=real)
@@ -194,7 +195,7 @@ def merge(
     part_maximum, part_total, part_context, out, splits,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one query into its context, all scaled to the largest maximum: no part can overflow."""
+    """Merges the parts of one query into its context. All are scaled to the largest maximum, so that none overflows."""
     at = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     e = tl.arange(0, BLOCK_V)
@@ -215,16 +216,16 @@ def merge(
 
 # ---- best_candidates
 #
-# A candidate is one 64-bit number: its score in the upper half, in a form whose order as an integer is that of the
-# floats, and its index in the lower half, counted down. The largest number is then the best candidate, and of two with
-# the same score the one that comes first.
+# A candidate is one 64-bit number: the upper half holds its score, in a form whose integer order is that of the floats;
+# the lower half holds its index, counted down. The largest number is then the best candidate, and of two with the same
+# score the one that comes first.
 
 _NONE = tl.constexpr(-(2**63))
 
 
 @triton.jit
 def _pack(score, index):
-    # -0 and 0 are equal, and NaN, of any sign, is above everything else, as in torch.topk.
+    # -0 and 0 are equal, and NaN, of either sign, is above everything else, as in torch.topk.
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = tl.where(score != score, 0x7FFFFFFF, ordered)
@@ -244,7 +245,7 @@ def best_of_parts(
     scores, part_best, part_maximum, part_total, vocabulary, row_stride, column_stride,
     KEEP: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the vocabulary of one row: its best candidates, and its share of the softmax's denominator.
+    """Processes one part of the vocabulary of one row: its best candidates, and its share of the softmax's denominator.
 
     Within a row, the log-softmax keeps the order of the scores: the best are known before its denominator is.
     """
@@ -275,7 +276,7 @@ def best_of_beams(
     BLOCK_CANDIDATES: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, WANTED: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One input: the best of what its beams have."""
+    """Processes one input: takes the best candidates of its beams."""
     batch = tl.program_id(0).to(tl.int64)
     beam = tl.arange(0, BLOCK_BEAMS)
     real = beam < BEAMS
@@ -317,12 +318,12 @@ def write(
     kc_row, kc_head, kc_position, vc_row, vc_head, vc_position,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One row: some of its heads."""
+    """Writes some heads of one row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = tl.load(position + row * position_row).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    # A position outside of the cache writes nothing: there is nobody on the device who could raise.
+    # A position outside the cache writes nothing, because nothing on the device can raise.
     valid = head < tl.where((at >= 0) & (at < capacity), heads, 0)
     inside = valid[:, None] & (d < DIM)[None, :]
     new = tl.load(keys + row * k_row + (head * k_head)[:, None] + d[None, :], mask=inside)
@@ -340,7 +341,7 @@ def rms_norm(
     x, weight, out, x_row, width, eps, offset,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROUND_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One row, in one block where it fits, so that it is read once; in several, and read again, where it does not."""
+    """Normalises one row: in one block if it fits, so that it is read once; in several, read twice, otherwise."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_row
     out += row * width

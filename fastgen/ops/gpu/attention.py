@@ -1,4 +1,4 @@
-"""The kernels of `fastgen.ops.attention` on a GPU, and the sizes that they are started with."""
+"""Launches the kernels of `fastgen.ops.attention` on a GPU, and chooses their sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen.ops import gpu
 
 
 class Plan(NamedTuple):
-    """How the kernel is started: sizes of its blocks, parts of the sequence, warps, and blocks loaded ahead."""
+    """How the kernel is launched: block sizes, parts of the sequence, warps, and pipeline stages."""
 
     block_m: int
     m_tiles: int
@@ -25,14 +25,14 @@ def plan(
     batch: int, kv_heads: int, tile_rows: int, dim: int, positions: int, element_size: int, multiprocessors: int,
     shared_memory: int = 227 * 1024,
 ) -> Plan:  # fmt: skip
-    """The sizes for these tensors; they depend on nothing that is on the device only.
+    """Returns the sizes for these tensors; they do not depend on values that are only on the device.
 
-    `tile_rows` queries read the same K/V head of an input; its prefix and suffixes have `positions` at most. A program
-    may have 227 KB of shared memory on an H200, 99 KB on GPUs for workstations.
+    `tile_rows` queries read the same K/V head of an input; its prefix and suffixes have at most `positions`. A program
+    may use 227 KB of shared memory on an H200, 99 KB on GPUs for workstations.
 
-    What counts is that enough bytes are under way: by Little's law about 25 KB per multiprocessor on an H200 (4.8 TB/s,
-    0.7 microseconds, 132 multiprocessors). A block of K is 16 KB (128 positions of 64 half-precision numbers), so is
-    one of V. All blocks of a program take at most 96 KB, so that two of them fit into a multiprocessor.
+    Throughput needs enough bytes in flight: by Little's law about 25 KB per multiprocessor on an H200 (4.8 TB/s, 0.7
+    microseconds, 132 multiprocessors). A block of K is 16 KB (128 positions of 64 half-precision numbers), and so is a
+    block of V. All blocks of a program take at most 96 KB, so that two programs fit into a multiprocessor.
     """
     # A matrix product has at least 16 rows; more than 64 would not fit into registers together with their context.
     block_m = min(max(gpu.power_of_two(tile_rows), 16), 64)
@@ -40,7 +40,8 @@ def plan(
     block_bytes = 16 * 1024
     block_n = max(min(block_bytes // (width * element_size), 128), 16)
     # Scores are in registers: a tile of 16 x 128 takes 16 of each of 128 threads. Taller tiles get shorter blocks, or
-    # registers would be spilled. True float32 products do not run on tensor cores, and have their operands there too.
+    # registers would spill. True float32 products do not run on tensor cores, and keep their operands in registers,
+    # too.
     if element_size == 4:
         block_n = min(block_n, 32)
     elif block_m > 16:
@@ -48,7 +49,7 @@ def plan(
     stages = 3 if 2 * 3 * block_n * width * element_size <= 96 * 1024 else 2
 
     def needed() -> int:
-        # Blocks of K and V that are loaded ahead, the queries, their weights, and what the compiler puts beside them.
+        # Prefetched blocks of K and V, the queries, their weights, and the compiler's own use.
         return (2 * (stages - 1) * block_n * width + block_m * (width + block_n)) * element_size + 8 * 1024
 
     while needed() > shared_memory and (stages > 2 or block_m > 16):
@@ -61,10 +62,10 @@ def plan(
 
 
 def split_count(programs: int, blocks: int, slots: int) -> int:
-    """In how many parts to cut every sequence: the fewest with which the last round leaves few slots idle.
+    """Returns the number of parts of every sequence: the fewest with which the last wave leaves few slots idle.
 
-    A part costs writing its sums and reading them again, so it has at least two blocks of keys, and there are 32 parts
-    at most. With n rounds of programs the last may be nearly empty; cutting every sequence makes rounds shorter.
+    A part costs writing its sums and reading them again, so it has at least two blocks of keys, and there are at most
+    32 parts. With n waves of programs the last may be nearly empty; splitting every sequence makes waves shorter.
     """
     most = max(min(blocks // 2, 32), 1)
 
@@ -93,9 +94,9 @@ def launch(
     causal: bool,
     splits: int | None,
 ) -> Tensor:
-    """Starts the kernels; the arguments are those of `decode_attention`, and have been checked.
+    """Launches the kernels; the arguments are those of `decode_attention`, and have been checked.
 
-    To them a head with several queries is as many heads, one behind the other.
+    The kernels treat a head with several queries as several consecutive heads.
     """
     from fastgen.ops.gpu import _kernels as kernels
 
@@ -120,7 +121,7 @@ def launch(
     )  # fmt: skip
     splits = chosen.splits if splits is None else splits
     out = query.new_empty(rows, heads, value_dim)
-    # The parts are float32, and small: what a split of them takes is what the queries take.
+    # The parts are float32, and small: each split takes about as much memory as the queries.
     parts = (1 if splits == 1 else rows * heads * splits,)
     part_maximum = query.new_empty(parts, dtype=torch.float32)
     part_total = query.new_empty(parts, dtype=torch.float32)
@@ -150,11 +151,11 @@ def launch(
         BLOCK_D=max(gpu.power_of_two(dim), 16),
         BLOCK_V=block_v,
         M_TILES=chosen.m_tiles,
-        # The number of parts is none of these: it depends on the batch, and kernels would be compiled for each.
+        # The number of parts is no constant: it depends on the batch, and kernels would be compiled for each.
         IN_PARTS=splits > 1,
-        # float32 means float32: without this, Triton would round the operands to tf32, which has 10 bits.
+        # Keeps float32 accurate: by default, Triton would round the operands to tf32, which has 10 bits.
         PRECISION="ieee",
-        # The interpreter has no products of bfloat16.
+        # The interpreter has no bfloat16 products.
         WIDEN=gpu.is_interpreted() and query.dtype == torch.bfloat16,
         HAS_STARTS=starts is not None,
         HAS_ENDS=ends is not None,
@@ -180,7 +181,7 @@ def launch(
 
 
 def _added(mask: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of so many rows, heads and queries, [rows or 1, heads * queries or 1, positions]."""
+    """Returns what is added to the scores, [rows or 1, heads * queries or 1, positions]."""
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)

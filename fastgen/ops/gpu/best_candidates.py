@@ -1,7 +1,7 @@
-"""The kernels of `fastgen.ops.best_candidates` on a GPU.
+"""Launches the kernels of `fastgen.ops.best_candidates` on a GPU.
 
-The scores are read once: every program finds the best of its part of a row together with its share of the denominator,
-and a second launch, on the few that are left, adds what the parts lack.
+The scores are read once: every program finds the best of its part of a row and its share of the denominator. A second
+launch, on the few candidates that are left, combines the parts.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from fastgen.ops import gpu
 
-# What a program reads: 32 numbers for each of 128 threads. The vocabulary of BART in 13 parts, for each of 128 rows, is
-# six rounds on 132 multiprocessors with two programs each.
+# Scores that a program reads: 32 for each of 128 threads. The vocabulary of BART in 13 parts, for each of 128 rows, is
+# six waves on 132 multiprocessors with two programs each.
 _BLOCK = 4096
-# Candidates of an input that are looked at in the second launch, all in one block.
+# Candidates of an input that the second launch examines, all in one block.
 _MOST_CANDIDATES = 32768
 
 
 class _Sizes(NamedTuple):
     block: int  # scores of a row that a program reads
     parts: int  # programs of a row
-    keep: int  # candidates that each of them leaves
-    candidates: int  # that an input has in the second launch
+    keep: int  # candidates that each program keeps
+    candidates: int  # candidates of an input in the second launch
 
     @staticmethod
     def of(beams: int, vocabulary: int, count: int) -> _Sizes:
@@ -35,14 +35,14 @@ class _Sizes(NamedTuple):
 
 
 def serves(scores: Tensor, running: Tensor, count: int) -> bool:
-    """Whether the kernels take these; the arguments are those of `best_continuations`."""
+    """Whether the kernels accept these arguments of `best_continuations`."""
     beams, vocabulary = running.shape[1], scores.shape[1]
     few = beams * vocabulary < 2**31 and _Sizes.of(beams, vocabulary, count).candidates <= _MOST_CANDIDATES
     return few and scores.dtype in gpu.KERNEL_TYPES
 
 
 def launch(scores: Tensor, running: Tensor, count: int, normalise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Starts the kernels; returns the scores, beams and tokens of `best_continuations`."""
+    """Launches the kernels; returns the scores, beams and tokens of `best_continuations`."""
     from fastgen.ops.gpu import _kernels as kernels
 
     (batch, beams), (rows, vocabulary) = running.shape, scores.shape

@@ -1,16 +1,17 @@
-"""Linear layers on group-quantised weights of 4 or 8 bits, on a GPU; on the CPU `fastgen.ops.linear.grouped`.
+"""Linear layers on group-quantised weights of 4 or 8 bits, on a GPU; for the CPU, see `fastgen.ops.linear.grouped`.
 
     weight = scale * (q - zero)      or      weight = scale * q + min
 
 Activations stay floats. Up to `MAX_ROWS` rows, a kernel reads the quantised weight: within a group it multiplies x with
-q - zero, which float16 and bfloat16 hold exactly, sums in float32, and multiplies the sum with the scale. So nothing of
-the weight is rounded. K is split where N is too small for all multiprocessors (split-K; the parts are added in one
-order). For more rows the weight is dequantised to the type of x, piece by piece, and torch multiplies: dequantising
-takes less time than the product then.
+q - zero, which float16 and bfloat16 hold exactly, sums in float32, and multiplies the sum with the scale. So the weight
+is not rounded. K is split if N is too small for all multiprocessors (split-K; the parts are added in a fixed order).
+For more rows, the weight is dequantised to the type of x, piece by piece, and torch multiplies: dequantising then takes
+less time than the product.
 
-A weight lies row by row, contiguous along K, so that a program reads whole sectors of memory with 16 bytes at a time.
-With 4 bits, of 32 k in 16 bytes, byte i has k = i in its lower nibble, and k = 16 + i in its upper one: so neither q
-nor x needs another order in registers. Scales lie group by group, because a program needs those of all its n together.
+A weight is stored row by row, contiguous along K, so that a program reads whole sectors of memory with 16 bytes at a
+time. With 4 bits, 16 bytes hold 32 k: byte i has k = i in its lower nibble, and k = 16 + i in its upper one, so that
+neither q nor x must be reordered in registers. Scales are stored group by group, because a program needs those of all
+its n together.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from fastgen.ops import _library, gpu
 from fastgen.ops.linear import as_rows, grouped, with_shape_of
 from fastgen.ops.linear.grouped import PackedWeight
 
-# Rows up to which the kernel reads the quantised weight. Not measured: with so many rows an H200 takes about as long
-# for the arithmetic as for the bytes of 4 bits.
+# Most rows for which the kernel reads the quantised weight. An estimate, not a measurement: with this many rows, an
+# H200 takes about as long for the arithmetic as for reading 4 bits.
 MAX_ROWS = 64
 # Elements of a weight that are dequantised at a time, for more rows.
 _PIECE = 2**25
-# K is padded to whole ones: 16 bytes of 4 bits.
+# K is padded to a multiple of this: 16 bytes of 4 bits.
 _CHUNK = 32
 _MOST_K = 128  # of a tile
 _PARTS_BLOCK = 1024
@@ -42,7 +43,7 @@ def is_for(device: torch.device) -> bool:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why weights on this device, which is one of those above, have no kernels, or None."""
+    """Returns why weights on such a device have no kernels; None if they have."""
     return gpu.unavailable(device) if device.type == "cuda" else None
 
 
@@ -56,7 +57,7 @@ def pack(
     group_size: int,
     order: Tensor | None = None,
 ) -> PackedWeight:
-    """A weight [N, K] in rows, on the device on which it is.
+    """Packs a weight [N, K] in rows, on its own device.
 
     The arguments are those of `fastgen.ops.linear.grouped.pack`, but groups may have any size. Nothing is checked.
     """
@@ -72,7 +73,7 @@ def pack(
 
 
 def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
-    """A weight [N, K], floating, rounded as `fastgen.ops.linear.grouped.rounded` does without rotating."""
+    """Rounds a floating weight [N, K] as `fastgen.ops.linear.grouped.rounded` does without rotating."""
     weight = weight.detach()
     groups = F.pad(weight, (0, -weight.shape[1] % group_size)).unflatten(1, (-1, group_size))
     least, most = torch.aminmax(groups, dim=2)
@@ -83,7 +84,7 @@ def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
     pieces = []
     for begin in range(0, n, count):
         each = factors[begin : begin + count].repeat_interleave(group_size, dim=1)[:, :k]
-        # As C's fmin does it: NaN becomes the least value.
+        # As C's fmin: NaN becomes the least value.
         found = (weight[begin : begin + count].float() * each).nan_to_num(nan=-zero)
         pieces.append(found.clamp_(-zero, zero - 1).round_().add_(zero).to(torch.uint8))
     qweight = torch.cat(pieces) if len(pieces) != 1 else pieces[0]
@@ -91,7 +92,7 @@ def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
 
 
 def unpacked(weight: PackedWeight, which: Tensor | slice = slice(None)) -> tuple[Tensor, list[Tensor | None]]:
-    """What `pack` was given, of all weight rows or some, [n] int64: qweight, [n, K], and [scales, zeros, mins]."""
+    """Inverts `pack` for all weight rows or some, [n] int64: returns qweight, [n, K], and [scales, zeros, mins]."""
     qweight = weight.qweight[which]
     if weight.bits == 4:
         qweight = qweight.unflatten(1, (-1, 1, _CHUNK // 2))
@@ -101,9 +102,9 @@ def unpacked(weight: PackedWeight, which: Tensor | slice = slice(None)) -> tuple
 
 
 def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight, [n, K], in a floating type: those that `which`, [n] integers on the device, names.
+    """Returns rows of the weight, [n, K], in a floating type: those that `which`, [n] integers on the device, names.
 
-    A row that does not exist is NaN. Nothing waits for the device.
+    A row that does not exist is NaN. Does not synchronize.
     """
     found = _rows(weight, dtype, 0, which.numel(), which.contiguous())
     return found if weight.order is None else found[:, weight.order.argsort()]
@@ -143,7 +144,7 @@ def reference(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Te
 
 
 def _unpacking(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The product of torch in this type with the weight in floating point, a piece of it at a time."""
+    """Multiplies with the dequantised weight by torch, in this type, a piece at a time."""
     count = max(1, _PIECE // max(1, weight.k))
     x_of_type, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     parts = [
@@ -163,36 +164,38 @@ class Tiling(NamedTuple):
     block_m: int  # rows of a tile: all of them
     block_n: int  # N of a tile
     block_k: int  # K of a tile
-    by_element: bool  # a tile has several groups: each element is multiplied with its scale
+    by_element: bool  # a tile has several groups: each element is multiplied with its own scale
     blocks: int  # tiles along K
     splits: int  # parts of the blocks
 
 
 def tiling(rows: int, weight: PackedWeight, itemsize: int, multiprocessors: int) -> Tiling:
-    """For so many rows of x, of `itemsize` bytes an element; splits for four programs a multiprocessor."""
+    """Returns the tiling for this many rows of x, with `itemsize` bytes per element: four programs per
+    multiprocessor.
+    """
     block_k = min(_MOST_K, max(gpu.power_of_two(weight.k), _CHUNK))
     while _group(weight) % block_k:
         block_k //= 2
     by_element = block_k < _CHUNK
     if by_element or itemsize == 4:  # without tensor cores, operands are float32
         block_k = min(max(block_k, _CHUNK), _CHUNK if rows > 16 else 2 * _CHUNK)  # more rows need the registers
-    # Tensor cores take eight rows at the least.
+    # Tensor cores take at least eight rows.
     block_m = max(gpu.power_of_two(rows), 1 if itemsize == 4 or by_element else 8)
     block_n = 64
     blocks, tiles = -(-weight.k // block_k), -(-weight.n // block_n)
-    # Writing the parts and reading them must stay an eighth of reading the weight; four tiles are under way at a time.
+    # Writing and reading the parts must stay below an eighth of reading the weight; four tiles are in flight at a time.
     cheap = weight.k * weight.bits // 8 // (64 * max(rows, 1))
     splits = max(1, min(4 * multiprocessors // max(tiles, 1), blocks // 4, cheap))
     return Tiling(block_m, block_n, block_k, by_element, blocks, splits)
 
 
 def _group(weight: PackedWeight) -> int:
-    """The group size. A single group may be taken to go on beyond K."""
+    """Returns the group size. A single group may extend beyond K."""
     return weight.group_size if weight.scales.shape[0] > 1 else -(-weight.k // _MOST_K) * _MOST_K
 
 
 def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Starts the kernels: x is [M, K], in the order of `qweight`. Every element of `out` is written."""
+    """Launches the kernels: x is [M, K], in the order of `qweight`. Every element of `out` is written."""
     from fastgen.ops.gpu import _grouped_kernels as kernels
 
     rows, n = x.shape[0], weight.n
@@ -217,7 +220,7 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor |
         HAS_MINS=weight.mins is not None,
         HAS_BIAS=bias is not None,
         IN_PARTS=in_parts,
-        # The interpreter has no products of bfloat16.
+        # The interpreter has no bfloat16 products.
         WIDEN=gpu.is_interpreted() and x.dtype is torch.bfloat16,
         num_warps=4,
         num_stages=4 if x.element_size() == 2 and not chosen.by_element else 2,
@@ -236,7 +239,7 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor |
 
 
 def _rows(weight: PackedWeight, dtype: torch.dtype, begin: int, count: int, which: Tensor | None = None) -> Tensor:
-    """`count` weight rows from `begin` on, or those of `which`, [count, K], columns in the order of `qweight`."""
+    """Returns `count` weight rows from `begin` on, or those of `which`, [count, K], with the columns of `qweight`."""
     if dtype not in gpu.KERNEL_TYPES or not gpu.available(*weight[:4], which):
         return _rows_reference(weight, dtype, begin, count, which)
     from fastgen.ops.gpu import _grouped_kernels as kernels

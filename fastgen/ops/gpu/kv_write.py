@@ -1,4 +1,4 @@
-"""The kernel of `fastgen.ops.kv_write` on a GPU: one launch for K and V."""
+"""Launches the kernel of `fastgen.ops.kv_write` on a GPU: one launch for K and V."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fastgen.ops import gpu
 
 
 def launch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
-    """Starts the kernel; the arguments are those of `kv_write`."""
+    """Launches the kernel; the arguments are those of `kv_write`."""
     from fastgen.ops.gpu import _kernels as kernels
 
     rows, heads, dim = keys.shape
     block_d = gpu.power_of_two(max(dim, values.shape[2]))
-    # As many heads as make a few kilobytes: one 16-byte access for each of 128 threads and a few of them under way.
+    # Enough heads for a few kilobytes: one 16-byte access for each of 128 threads, and a few of them in flight.
     block_h = min(max(4096 // block_d, 1), gpu.power_of_two(heads))
     gpu.launch(
         kernels.write,

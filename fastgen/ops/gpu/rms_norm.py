@@ -1,4 +1,4 @@
-"""The kernel of `fastgen.ops.rms_norm` on a GPU, for rows of any width."""
+"""Launches the kernel of `fastgen.ops.rms_norm` on a GPU, for rows of any width."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fastgen.ops import gpu
 
-# Numbers of a row that a program holds in registers: 32 for each of the 512 threads that it has then.
+# Elements of a row that a program holds in registers: 32 for each of its 512 threads.
 _LARGEST_BLOCK = 16384
 
 
 def launch(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0, rounds_scaled: bool = False) -> Tensor:
-    """Starts the kernel; the arguments are those of `rms_norm`."""
+    """Launches the kernel; the arguments are those of `rms_norm`."""
     from fastgen.ops.gpu import _kernels as kernels
 
     width = x.shape[-1]
@@ -28,7 +28,7 @@ def launch(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0, ro
         BLOCK=block,
         BLOCKS=-(-width // block),
         ROUND_SCALED=rounds_scaled and x.dtype != torch.float32,
-        # A step has few rows, so a row is the work of many threads: 16 numbers each, and 512 threads at most.
+        # A step has few rows, so many threads share a row: 16 elements each, and at most 512 threads.
         num_warps=min(max(block // 512, 1), 16),
     )
     return out

@@ -1,6 +1,6 @@
-"""Linear operators: `x @ weight.T + bias` by the format of the weight, with one choice of their kernels.
+"""Linear operators: `x @ weight.T + bias` by the format of the weight, with a single choice of their kernels.
 
-`choose` says which kernel serves a product; nobody else does. M are rows of x (tokens), N out_features, K in_features.
+Only `choose` decides which kernel serves a linear op. M are rows of x (tokens), N out_features, K in_features.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., K] as the kernels take it: [M, K], contiguous along K; a view where it can be."""
+    """Returns [..., K] as the kernels take it: [M, K], contiguous along K; a view if possible."""
     return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def with_shape_of(x: Tensor, y: Tensor) -> Tensor:
-    """[M, N] with the leading dimensions of x, [..., K]."""
+    """Returns [M, N] with the leading dimensions of x, [..., K]."""
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def multiplied(out: Callable[..., object], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What `out(y, x, weight, bias)` writes for x as [M, K] and a new y, [M, N], with the leading dimensions of x."""
+    """Calls `out(y, x, weight, bias)` with x as [M, K] and a new y, [M, N]; returns y in the shape of x."""
     rows = as_rows(x)
     y = x.new_empty(rows.shape[0], weight.shape[0])
     out(y, rows, weight, bias)
@@ -29,7 +29,7 @@ def multiplied(out: Callable[..., object], x: Tensor, weight: Tensor, bias: Tens
 
 
 def fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether x, [..., K], a weight [N, K] and a bias [N], contiguous, or None are of one type and on the CPU."""
+    """Whether x, [..., K], a weight [N, K] and a contiguous bias [N] or None have one type and are on the CPU."""
     others = (weight,) if bias is None else (weight, bias)
     return (
         all(each.dtype is x.dtype and each.device.type == "cpu" for each in (x, *others))

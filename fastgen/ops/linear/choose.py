@@ -1,14 +1,14 @@
-"""The one choice: which kernel serves a linear layer on the CPU, by a static table.
+"""Chooses the kernel that serves a linear layer on the CPU, from a static table.
 
-A kernel is chosen by the instruction set, the dtype, the layout of the weight and M (rows of x, tokens).
-Nothing is timed in a user's call, so a result does not depend on a clock. N and K do not count: from 192 x 576 to
-4,096 x 1,024 the best kernel changes at the same M.
+The choice depends on the instruction set, the dtype, the layout of the weight and M (rows of x, tokens). Nothing is
+timed in a user's call, so results do not depend on a clock. N and K do not matter: from 192 x 576 to 4,096 x 1,024 the
+best kernel changes at the same M.
 
-The shipped table is made of measurements on AMD EPYC (Zen 3, Zen 4, Zen 5) and Intel Xeon (AVX-512, AMX): see
-docs/experiments.md. `python -m fastgen tune` measures a machine and writes a profile that takes its place (`tune.py`).
+The shipped table is based on measurements on AMD EPYC (Zen 3, Zen 4, Zen 5) and Intel Xeon (AVX-512, AMX): see
+docs/experiments.md. `python -m fastgen tune` measures a machine and writes a profile that replaces it (`tune.py`).
 
-In float32 GEMM on the unpacked weight and on its packed 16-bit copy give the same bits. GEMV and bf16x3 add in other
-orders, so M decides there which bits a row has: docs/precision.md says where, and what it costs not to.
+In float32, GEMM on the unpacked weight and on its packed 16-bit copy return the same bits. GEMV and bf16x3 add in other
+orders, so M decides there which bits a row has: docs/precision.md says where, and what avoiding it would cost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, UPCAST, Kernel
 
 
 class Isa(enum.IntEnum):
-    """Instruction sets, older ones first, as the operator `fastgen::instruction_set` numbers them."""
+    """Instruction sets, older ones first, numbered as by the operator `fastgen::instruction_set`."""
 
     PORTABLE = 0
     AVX2 = 1
@@ -43,19 +43,19 @@ class Isa(enum.IntEnum):
 
 
 class Layout(enum.Enum):
-    """How a weight, [N, K], lies in memory."""
+    """The layout of a weight, [N, K], in memory."""
 
     ROWS = "rows"  # contiguous along K, as in `nn.Linear`
     COLUMNS = "columns"  # contiguous along N, as in GPT-2's `Conv1D`
-    PANELS = "panels"  # float32 that 16 bits represent exactly, packed in these (`panels.py`)
+    PANELS = "panels"  # float32 that 16 bits represent exactly, packed in panels (`panels.py`)
 
 
 KERNELS = {kernel.name: kernel for kernel in (GEMV, GEMM, BF16X3, UPCAST)}
-# What the table calls torch's own product, and the packed copy of 16 bits.
+# Names in the table for torch's own kernel, and for the packed 16-bit copy.
 TORCH, PANELS = "torch", "panels"
 
-# Which kernels serve, those for fewer rows first. In float32, torch's product is none of them: there, the bits of a row
-# depend on the other rows.
+# The kernels that serve each key, in rising order of M. In float32, torch's kernel is not among them: it makes the bits
+# of a row depend on the other rows.
 Key = tuple[torch.dtype, Layout]
 SERVE: Mapping[Key, Sequence[str]] = {
     (torch.float32, Layout.ROWS): ("gemv", "gemm", "bf16x3"),
@@ -64,7 +64,7 @@ SERVE: Mapping[Key, Sequence[str]] = {
     (torch.bfloat16, Layout.ROWS): ("gemv", TORCH, "upcast"),
     (torch.float16, Layout.ROWS): ("gemv", TORCH, "upcast"),
 }
-# Up to how many rows which kernel is the fastest. A row of the table ends with the one for all others.
+# The fastest kernel up to each number of rows. A row of the table ends with the kernel for all larger numbers.
 Row = Sequence[tuple[float, str]]
 _REST = math.inf
 _ALL_TORCH: Row = ((_REST, TORCH),)
@@ -75,7 +75,7 @@ _FLOATS: Mapping[Key, Row] = {
 }
 _UPCAST: Row = ((64, "gemv"), (_REST, "upcast"))
 _BF16, _FP16 = (torch.bfloat16, Layout.ROWS), (torch.float16, Layout.ROWS)
-# Where the processor multiplies bfloat16, torch's product of many rows does, too.
+# On processors that multiply bfloat16, torch uses that for many rows.
 _MULTIPLIED: Row = ((64, "gemv"), (_REST, TORCH))
 _WITHOUT_GEMV: Row = ((8, TORCH), (_REST, "upcast"))
 TABLE: Mapping[Isa, Mapping[Key, Row]] = {
@@ -85,7 +85,7 @@ TABLE: Mapping[Isa, Mapping[Key, Row]] = {
     Isa.AVX512_BF16: {**_FLOATS, _BF16: _MULTIPLIED, _FP16: _UPCAST},
     Isa.AMX: {
         **_FLOATS,
-        # Fewer than 16 rows fill no tile, and take as long as 16.
+        # Fewer than 16 rows do not fill a tile, and take as long as 16.
         (torch.float32, Layout.ROWS): ((8, "gemv"), (15, "gemm"), (_REST, "bf16x3")),
         (torch.float32, Layout.PANELS): ((15, PANELS), (_REST, "bf16x3")),
         _BF16: ((16, "gemv"), (_REST, TORCH)),
@@ -95,7 +95,7 @@ TABLE: Mapping[Isa, Mapping[Key, Row]] = {
 
 
 def choose(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> Kernel | None:
-    """The kernel for M rows of this type; None for torch's own product, and where a packed copy is read (`PANELS`).
+    """Returns the kernel for M rows of this type; None for torch's own, and if a packed copy is read (`PANELS`).
 
     Args:
         isa: the instruction set; by default that of this process.
@@ -104,24 +104,24 @@ def choose(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -
 
 
 def name_of(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> str:
-    """The name of the kernel in the table: also `TORCH` and `PANELS`."""
+    """Returns the kernel's name in the table, which may be `TORCH` or `PANELS`."""
     row = _table(instruction_set() if isa is None else isa).get((dtype, layout), _ALL_TORCH)
     return next(name for most, name in row if m <= most)
 
 
 def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
-    """The kernel for x as [..., K], a weight [N, K] and a bias [N] or None; None for torch's own product."""
+    """Returns the kernel for x as [..., K], a weight [N, K] and a bias [N] or None; None for torch's own."""
     layout = layout_of(weight)
     if layout is None or not x.numel() or not weight.numel() or not fit(x, weight, bias):
         return None
     kernel = choose(x.dtype, layout, x.numel() // x.shape[-1])
-    # Where the user allows float32 products of fewer bits, torch has faster ones.
+    # If the user allows float32 products of lower precision, torch has faster ones.
     gives_way = kernel is BF16X3 and torch.get_float32_matmul_precision() != "highest"
     return None if gives_way else kernel
 
 
 def layout_of(weight: Tensor) -> Layout | None:
-    """The layout of a weight, [N, K]; None for one that no kernel reads."""
+    """Returns the layout of a weight, [N, K]; None if no kernel reads it."""
     if weight.dim() != 2:
         return None
     return Layout.ROWS if weight.stride(1) == 1 else Layout.COLUMNS if weight.stride(0) == 1 else None
@@ -134,7 +134,7 @@ def reads_panels(m: int) -> bool:
 
 @functools.cache
 def instruction_set() -> Isa:
-    """What the processor has and ATEN_CPU_CAPABILITY allows; portable without compiled kernels."""
+    """Returns what the processor has and ATEN_CPU_CAPABILITY allows; portable without compiled kernels."""
     if not kernels.is_available():
         return Isa.PORTABLE
     return Isa(torch.ops.fastgen.instruction_set.default())
@@ -142,13 +142,13 @@ def instruction_set() -> Isa:
 
 @functools.cache
 def _table(isa: Isa) -> Mapping[Key, Row]:
-    """The shipped one, with what a profile of this machine puts in its place: as it was when it was read first."""
+    """Returns the shipped table, overridden by a profile of this machine, as it was when first read."""
     return {**TABLE[isa], **_profile(isa)}
 
 
 def profile_path() -> Path | None:
-    """Where `python -m fastgen tune` writes: `fastgen/linear.json` in the user's cache folder (XDG_CACHE_HOME, or
-    ~/.cache), or in the folder that FASTGEN_CACHE names; None where that is empty, or there is no home.
+    """Returns where `python -m fastgen tune` writes: `fastgen/linear.json` in the user's cache folder (XDG_CACHE_HOME,
+    or ~/.cache), or `linear.json` in the folder FASTGEN_CACHE; None if that is empty, or if there is no home.
     """
     folder = os.environ.get("FASTGEN_CACHE")
     if folder is not None:
@@ -161,13 +161,13 @@ def profile_path() -> Path | None:
 
 
 def machine(isa: Isa) -> str:
-    """What a profile holds for: this kind of processor with this instruction set."""
+    """Returns the key of a profile: the processor's name and the instruction set."""
     return f"{memory.processor()} | {isa.name}"
 
 
 @functools.cache
 def _profile(isa: Isa) -> dict[Key, Row]:
-    """What was measured on such a machine; nothing where there is no file, or not one that `tune` wrote."""
+    """Returns the profile of such a machine; {} if there is no file, or if `tune` did not write it."""
     path = profile_path()
     try:
         found = json.loads(path.read_text())[machine(isa)] if path is not None else {}
@@ -182,7 +182,7 @@ def _key(name: str) -> Key:
 
 
 def _row(key: Key, row: Any, isa: Isa) -> Row:
-    """Raises ValueError for what is no row of the table, or names a kernel that does not serve there."""
+    """Raises ValueError if `row` is not a row of the table, or names a kernel that does not serve there."""
     found = [(_REST if most is None else float(most), str(name)) for most, name in row]
     if not found or found[-1][0] != _REST or not all(serves(name, key, most, isa) for most, name in found):
         raise ValueError(f"no row of a table: {row!r}")
@@ -199,18 +199,18 @@ def serves(name: str, key: Key, m: float, isa: Isa) -> bool:
 
 
 def forget() -> None:
-    """The instruction set and the profile are looked at again: after `tune`, and in tests."""
+    """Clears the cached instruction set and profile: after `tune`, and in tests."""
     for cached in (instruction_set, _table, _profile):
         cached.cache_clear()
 
 
 def is_available() -> bool:
-    """Whether there are kernels in this process: without them nothing is gained."""
+    """Whether there are kernels in this process: nothing is gained without them."""
     return kernels.is_available()
 
 
 def backend() -> str:
-    """Which table is in use."""
+    """Returns which table is in use."""
     isa = instruction_set()
     if isa is Isa.PORTABLE:
         return f"torch's products: {_library.load('CPU') or 'no kernel for this processor'}"

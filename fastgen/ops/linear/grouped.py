@@ -5,22 +5,22 @@
 with a quantised value q for each element, and a scale and a zero point or a min for each out_feature and group of
 in_features. Activations stay floats, or are quantised to 8 bits.
 
-**Floats.** The weight is dequantised in the registers, exactly (csrc/cpu/gemm/panels.cpp). The result has the bits of
+**Floats.** The weight is dequantised in registers, exactly (csrc/cpu/gemm/panels.cpp). The result has the same bits as
 `fastgen.ops.linear.kernels` with the unpacked weight, whatever M, the other rows and the number of threads are.
 
-**8 bits.** The activations of a row and group become multiples of a 127th of the largest of them. Products within a
-group are exact, in integers; groups are added in float32 (see Dettmers and Zettlemoyer, "The case for 4-bit precision",
-2023, section 2). So a result differs from the product with the weight in float32 by rounding the activations alone: by
-at most `sum over groups of (largest activation of the group) / 254 * sum of |weight|`. A row has the same result
-whatever the other rows and the number of threads are.
+**8 bits.** The activations of a row and group become multiples of 1/127 of the largest of them. Products within a group
+are exact, in integers; groups are added in float32 (see Dettmers and Zettlemoyer, "The case for 4-bit precision", 2023,
+section 2). So a result differs from the product with the float32 weight only by rounding the activations: by at most
+`sum over groups of (largest activation of the group) / 254 * sum of |weight|`. A row has the same result whatever the
+other rows and the number of threads are.
 
 Weights may be *rotated* before they are rounded: each group is multiplied with the Hadamard matrix H of its size, and
-so are the activations. H H^T is the size of the group, which the result is divided by: so it stays. An outlier of a
-group is spread over all of the group, and costs less precision (Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference
-in Rotated LLMs", 2024, section 3). The bound then holds for the rotated operands.
+so are the activations. H H^T is the group size times the identity; the result is divided by that size, and so does not
+change. An outlier is spread over its whole group, and costs less precision (Ashkboos et al., "QuaRot: Outlier-Free
+4-Bit Inference in Rotated LLMs", 2024, section 3). The bound then holds for the rotated operands.
 
 Scales and mins may be quantised themselves, in super-blocks, as in GGUF's K-quants: bytes times a float16 for 8 or 16
-groups. With groups of 32 they take 5 bits for 8 weights, where those in float32 take 16.
+groups. With groups of 32 they take 5 bits for 8 weights, instead of 16 in float32.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fastgen.ops.linear import as_rows, with_shape_of
 # N of a panel (csrc/cpu/gemm/packed.h).
 _PANEL = 32
 BITS = (4, 5, 6, 8)
-# K that is packed together, which divides a group: of 5 and 6 bits, it has a slice of upper bits.
+# K that is packed together, which divides a group; with 5 and 6 bits, it has a slice of upper bits.
 _SET_K = {4: 8, 5: 32, 6: 16, 8: 4}
-# Float products are summed in blocks of so many k, which groups divide (csrc/cpu/isa.h).
+# Float products are summed in blocks of this many k, which groups divide (csrc/cpu/isa.h).
 _DEPTH = 256
 # Smaller scales lose precision in float16.
 _LEAST_HALF = 2.0**-18
@@ -49,9 +49,9 @@ SIGNED_ZERO_POINT = 128
 
 
 class SuperBlockScales(NamedTuple):
-    """Quantised scales and mins, and what multiplies those of a super-block, which has 8 or 16 groups.
+    """Quantised scales and mins, and the factors of each super-block of 8 or 16 groups.
 
-    Without mins, it has 16 groups, and the zero point of their scales is `SIGNED_ZERO_POINT`.
+    Without mins, a super-block has 16 groups, and the zero point of their scales is `SIGNED_ZERO_POINT`.
     """
 
     scales: Tensor  # [N, groups], uint8
@@ -60,7 +60,7 @@ class SuperBlockScales(NamedTuple):
     super_mins: Tensor | None  # the same
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Scales and mins, [N, groups], float32."""
+        """Returns scales and mins, [N, groups], float32."""
         if self.mins is None or self.super_mins is None:
             return _scaled(self.super_scales, self.scales.float() - SIGNED_ZERO_POINT), None
         return _scaled(self.super_scales, self.scales), _scaled(self.super_mins, self.mins)
@@ -74,17 +74,17 @@ def _scaled(super_scales: Tensor, scales: Tensor) -> Tensor:
 class PackedWeight(NamedTuple):
     """A group-quantised weight, [N, K], in the layout of the kernels: in panels on a CPU, in rows on a GPU.
 
-    In rows (`fastgen.ops.gpu.grouped_linear`), `qweight` is [N, K or K / 2] with K in whole 32s, and scales, zeros and
-    mins are [groups, N].
+    In rows (`fastgen.ops.gpu.grouped_linear`), `qweight` is [N, K or K / 2] with K padded to a multiple of 32, and
+    scales, zeros and mins are [groups, N].
     """
 
-    # In panels [panels, slices, 32, 4], uint8: of each n of a panel, a slice has 4 k of 8 bits, or the lower 4 bits of
-    # 8 k. Of 5 and 6 bits, a slice with the upper bits of 32 or 16 k follows those (`_interleaved`).
+    # In panels [panels, slices, 32, 4], uint8: for each n of a panel, a slice has 4 k of 8 bits, or the lower 4 bits of
+    # 8 k. With 5 and 6 bits, a slice with the upper bits of 32 or 16 k follows those slices (`_interleaved`).
     qweight: Tensor
-    # [panels, groups, 32], float16 or float32. Of super-blocks uint8 [panels, super-blocks, bytes]: 32 super-scales and
-    # 32 super-mins in float16, then for each group 32 quantised scales and 32 mins.
+    # [panels, groups, 32], float16 or float32. With super-blocks uint8 [panels, super-blocks, bytes]: 32 super-scales
+    # and 32 super-mins in float16, then for each group 32 quantised scales and 32 mins.
     scales: Tensor
-    zeros: Tensor | None  # zero points, uint8, as scales without super-blocks
+    zeros: Tensor | None  # zero points, uint8, laid out as scales without super-blocks
     mins: Tensor | None  # the same, of the type of the scales
     order: Tensor | None  # [K], int64: column i is in_feature order[i]
     n: int
@@ -105,17 +105,17 @@ def pack(
     group_size: int,
     order: Tensor | None = None,
 ) -> PackedWeight:
-    """A weight [N, K] in panels, which are the same on every processor.
+    """Packs a weight [N, K] in panels, which are the same on every processor.
 
     Args:
         qweight: [N, K], uint8, from 0 to 2**bits - 1, of 4, 5, 6 or 8 bits.
-        scales: [N, groups], floating: kept in float16 where that changes none of them.
+        scales: [N, groups], floating: kept in float16 if that changes none of them.
         zeros: [N, groups], uint8: the zero points; by default 2**(bits - 1), without mins.
-        mins: [N, groups], floating: what is added in place of a zero point.
-        group_size: from 8 to 256, a multiple of 8; of 5 bits of 32, of 6 bits of 16. The last group may be smaller.
+        mins: [N, groups], floating: added in place of a zero point.
+        group_size: from 8 to 256, a multiple of 8; of 32 with 5 bits, of 16 with 6 bits. The last group may be smaller.
         order: [K], int64: column i is the layer's in_feature order[i].
 
-    Nothing is checked here: `fastgen.quantization.quantized_tensor.check` does it, and the kernels do.
+    Checks nothing: `fastgen.quantization.quantized_tensor.check` and the kernels do.
     """
     n, k = qweight.shape
     factors = [each for each in (scales, mins) if each is not None]
@@ -135,7 +135,7 @@ def pack(
 
 
 def pack_super_blocks(qweight: Tensor, super_blocks: SuperBlockScales, *, bits: int, group_size: int) -> PackedWeight:
-    """`pack` for scales and mins in super-blocks, which stay so. K is in whole super-blocks."""
+    """As `pack`, for scales and mins in super-blocks, which are kept. K is a multiple of a super-block."""
     n, k = qweight.shape
     scales, mins, super_scales, super_mins = super_blocks
     per_block = scales.shape[1] // super_scales.shape[1]
@@ -148,7 +148,7 @@ def pack_super_blocks(qweight: Tensor, super_blocks: SuperBlockScales, *, bits: 
 
 
 def _interleaved(qweight: Tensor, bits: int, group_size: int) -> Tensor:
-    """[N, K] as a `PackedWeight` in panels has it."""
+    """Packs [N, K] as the `qweight` of a `PackedWeight` in panels."""
     n, k = qweight.shape
     panels, groups = -(-n // _PANEL), -(-k // group_size)
     padded = torch.zeros(panels * _PANEL, groups * group_size, dtype=torch.uint8, device=qweight.device)
@@ -169,7 +169,7 @@ def _interleaved(qweight: Tensor, bits: int, group_size: int) -> Tensor:
 
 
 def _deinterleaved(slices: Tensor, bits: int) -> Tensor:
-    """The inverse for some weight rows, [n, slices, 4]: [n, K], with the padding of the last group."""
+    """Inverts `_interleaved` for some weight rows, [n, slices, 4]: [n, K], with the padding of the last group."""
     if bits == 8:
         return slices.flatten(1)
     if bits == 4:
@@ -183,9 +183,9 @@ def _deinterleaved(slices: Tensor, bits: int) -> Tensor:
 
 
 def rounded(weight: Tensor, bits: int, group_size: int, rotated: bool = False) -> PackedWeight:
-    """A weight [N, K], floating, rounded to nearest, and packed in panels.
+    """Rounds a floating weight [N, K] to nearest, and packs it in panels.
 
-    The scale of a group makes its largest weight 127 of 8 bits, or -8 of 4 bits, whichever sign that has: so all 16
+    The scale of a group makes its largest weight 127 in 8 bits, or -8 in 4 bits, whatever its sign, so that all 16
     values are used. Scales are in float16 if all of them can be. Groups that are `rotated` have 32, 64 or 128 elements.
 
     Raises:
@@ -200,9 +200,9 @@ def rounded(weight: Tensor, bits: int, group_size: int, rotated: bool = False) -
 
 
 def scales_of(least: Tensor, most: Tensor, bits: int) -> Tensor:
-    """The scales of groups with these least and largest elements, float32.
+    """Returns the scales of groups with these least and largest elements, float32.
 
-    In float16 if all of them are precise enough there, else in float32.
+    They are float16 if all of them are precise enough there, otherwise float32.
     """
     largest = torch.where(-least > most, -least, most)
     exact = largest / 127 if bits == 8 else torch.where(-least > most, least, most) / -8
@@ -221,9 +221,9 @@ def _by_panels(factors: Tensor) -> Tensor:
 
 
 def unpacked(weight: PackedWeight, which: Tensor | slice = slice(None)) -> tuple[Tensor, list[Tensor | None]]:
-    """What `pack` was given, of all weight rows or some, [n] int64: qweight, [n, K], and [scales, zeros, mins].
+    """Inverts `pack` for all weight rows or some, [n] int64: returns qweight, [n, K], and [scales, zeros, mins].
 
-    A rotated weight has the whole last group. Of super-blocks, the products are given, in float32.
+    For a rotated weight, the last group is whole. With super-blocks, returns the products, in float32.
     """
     if isinstance(which, slice):
         which = torch.arange(weight.n, device=weight.qweight.device)[which]
@@ -236,10 +236,10 @@ def unpacked(weight: PackedWeight, which: Tensor | slice = slice(None)) -> tuple
 
 
 def _factors(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scales, zeros and mins, [panels, groups, 32]."""
+    """Returns scales, zeros and mins, [panels, groups, 32]."""
     if weight.scales.dtype is not torch.uint8:
         return weight.scales, weight.zeros, weight.mins
-    # 16 groups without mins, 8 or 16 with them: their sizes tell them apart.
+    # 16 groups without mins, 8 or 16 with them: the size tells which.
     size = weight.scales.shape[2]
     kinds = 1 if size == 2 * _PANEL + 16 * _PANEL else 2
     head = kinds * 2 * _PANEL  # bytes of super-scales and super-mins
@@ -252,7 +252,7 @@ def _factors(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None
 
 
 def values(qweight: Tensor, factors: list[Tensor | None], bits: int, group_size: int) -> Tensor:
-    """The dequantised weight, [N, K], in float32; the factors are scales, zeros and mins."""
+    """Returns the dequantised weight, [N, K], in float32; the factors are scales, zeros and mins."""
     missing = -qweight.shape[1] % group_size  # of the last group
     whole = F.pad(qweight, (0, missing)) if missing else qweight
     groups = whole.unflatten(1, (-1, group_size)).float()
@@ -266,7 +266,7 @@ def values(qweight: Tensor, factors: list[Tensor | None], bits: int, group_size:
 
 
 def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight, [n, K], in a floating type: those that `which`, [n] int64, names.
+    """Returns rows of the weight, [n, K], in a floating type: those that `which`, [n] int64, names.
 
     Raises:
         IndexError: there is no such row.
@@ -274,7 +274,7 @@ def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if weight.rotated:
         raise ValueError("rows of a rotated weight")
-    # Zeros: while a step is recorded, what nobody has written must not be read.
+    # Zeros, because uninitialised memory must not be read while a step is recorded.
     like = torch.zeros(0, dtype=dtype, device=which.device)
     sizes = weight.n, weight.k, weight.bits, weight.group_size
     try:
@@ -292,7 +292,7 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
     x is [..., K] in float32, bfloat16 or float16, as is the result; the bias [N] in any of them.
 
     Args:
-        floats: x stays in floating point, for a weight that `keeps_floats` is True of. Otherwise it is quantised to 8
+        floats: keep x in floating point, for a weight of which `keeps_floats` is true. Otherwise x is quantised to 8
             bits, and infinities or NaN in a group of x give NaN.
 
     Raises:
@@ -308,8 +308,8 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
 def keeps_floats(weight: PackedWeight) -> bool:
     """Whether products with float activations serve the weight, with the bits of those of the unpacked weight.
 
-    Not served are rotated groups, groups that do not divide 256, and zeros whose products with their scales are not
-    exact in float32. With scales of 16 bits, no format in use has these.
+    They do not serve rotated groups, groups that do not divide 256, and zero points whose products with their scales
+    are not exact in float32. With 16-bit scales, no format in use has these.
     """
     if weight.rotated or _DEPTH % weight.group_size:
         return False
@@ -325,7 +325,7 @@ def is_available() -> bool:
 
 
 def unavailable() -> str | None:
-    """Why products with group-quantised weights gain nothing in this process, or None."""
+    """Returns why products with group-quantised weights gain nothing in this process; None if they do."""
     if not is_available():
         return _library.load("CPU") or "no kernel for this processor"
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
@@ -362,7 +362,7 @@ _library.define(
 _library.define(
     f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, {_SIZES}) -> ()", fake=lambda *arguments: None
 )
-# Several of them with the same x.
+# Several linear ops on the same x.
 _library.define(
     "grouped_linear_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] qweight, Tensor[] scales, Tensor?[] zeros, "
     f"Tensor?[] mins, Tensor? order, Tensor?[] bias, {_SIZES}) -> ()",

@@ -1,22 +1,23 @@
-"""The kernels of products with a weight as it lies in memory, without a copy of it, on the CPU.
+"""The kernels of linear ops on the unpacked weight, on the CPU.
 
 - **GEMV**, for the few rows of a decode step. An output is the dot product of a row with a row of the weight, which is
   read once. Sums are in float32, in one order whatever M is (csrc/cpu/gemm/gemv.cpp). With AMX, 8 to 16 rows of
   bfloat16 are multiplied in its tiles, where subnormal values and sums are zero.
 - **GEMM** in float32. A BLAS library packs the weight block by block inside every product. For few rows that costs as
   much as the product itself. This kernel packs the rows instead, or a piece of the weight at a time
-  (csrc/cpu/gemm/gemm.cpp). Each result is a sum over K in one order, with fused multiply-adds where the processor has
+  (csrc/cpu/gemm/gemm.cpp). Each result is a sum over K in one order, with fused multiply-adds if the processor has
   them: a row has the same bits whatever M, the other rows and the number of threads are.
-- **bf16x3**, a GEMM in float32 that is emulated with bfloat16 in AMX tiles. Each float32 is split into three bfloat16,
-  which these tiles multiply many times as fast as the processor multiplies float32. Six products of these are added in
-  float32 (csrc/cpu/gemm/bf16x3.cpp). The error is that of a product in float32: the largest of what is left out is
-  2**-24 of a product. That holds for values from about 2**-102 on; smaller ones lose bits, and those below 2**-126
-  count as zero. A row's result depends neither on the other rows nor on the number of threads.
-- **GEMM with upcast weights**, for many rows in half precision. Where a processor does not multiply it, torch's product
-  takes several times as long as in float32. Here a few rows of the weight at a time become float32, in memory that
-  stays in the cache, and all rows of x are multiplied with them by the GEMM.
+- **bf16x3**, a float32 GEMM emulated with bfloat16 in AMX tiles. Each float32 is split into three bfloat16, which the
+  tiles multiply many times as fast as the processor multiplies float32. Six of their products are added in float32
+  (csrc/cpu/gemm/bf16x3.cpp). The error is that of a float32 product: the largest omitted term is 2**-24 of a product.
+  That holds for values from about 2**-102 on; smaller ones lose bits, and those below 2**-126 count as zero. A row's
+  result depends neither on the other rows nor on the number of threads.
+- **GEMM with upcast weights**, for many rows in half precision. On a processor that does not multiply half precision,
+  torch takes several times as long as in float32. Here a few rows of the weight at a time become float32, in memory
+  that stays in the cache, and the GEMM multiplies all rows of x with them.
 
-Results differ from those of `torch.nn.functional.linear` by rounding. There are kernels alone (`is_available`).
+Results differ from those of `torch.nn.functional.linear` by rounding. There are kernels only, and no reference
+(`is_available`).
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops.linear import fit, multiplied
 
-# More rows read each row of the weight from the cache too often.
+# More rows would read each row of the weight from the cache too often.
 GEMV_MAX_ROWS = {torch.float32: 24, torch.bfloat16: 64, torch.float16: 64}
-# The least that a profile of `python -m fastgen tune` may name; the table has 16, which fill a tile.
+# The least M that a profile of `python -m fastgen tune` may name; the table has 16, which fill a tile.
 BF16X3_MIN_ROWS = 8
-# Of the weight that is upcast at a time: bytes, and rows at least.
+# The part of the weight that is upcast at a time: bytes, and the least number of rows.
 _BLOCK_BYTES, _LEAST_N = 2**20, 64
 # Rows of x that are upcast at a time.
 _BLOCK_ROWS = 1024
 
 
 class Kernel(NamedTuple):
-    """What multiplies.
+    """A kernel of a linear op.
 
     Attributes:
         name: as in the table of `choose`.
         out: (result, x, weight, bias), with x as [M, K]: for captured steps.
-        several: (results, x, weights, biases): several products of the same x in one call; None where there is none.
+        several: (results, x, weights, biases): several linear ops on the same x in one call; None if there is none.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Kernel(NamedTuple):
 
 
 def _upcast_gemm_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Beside y it needs memory for 1 MiB of the weight or 64 of its rows, and for 1024 rows of x and their results."""
+    """Needs additional memory for 1 MiB of the weight or 64 of its rows, and for 1024 rows of x and their results."""
     is_half = x.dtype in (torch.float16, torch.bfloat16) and x.dim() == 2
     if not is_half or not fit(x, weight, bias) or weight.stride(1) != 1 or y.shape != (x.shape[0], weight.shape[0]):
         raise RuntimeError("upcast_gemm: x must be [M, K], the weight [N, K], the bias [N], of float16 or bfloat16")
@@ -84,7 +85,7 @@ def _upcast_gemm_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
 is_available, backend = _library.asking("fastgen::gemm_out")
 for _name in ("gemv", "gemm"):
     _library.define(f"{_name}_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
-    # Several of them with the same x.
+    # Several linear ops on the same x.
     _library.define(f"{_name}_batch_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")
 _library.define("bf16x3_gemm_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
 

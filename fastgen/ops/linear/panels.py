@@ -1,9 +1,9 @@
-"""GEMM in float32 on a packed weight of 16 bits, for the rows of a decode step on the CPU.
+"""GEMM in float32 on a packed 16-bit weight, for the rows of a decode step on the CPU.
 
-Reading a weight of 16 bits takes half of the time, and it is upcast in the registers. A panel interleaves as many n as
-a vector has lanes. So no sum goes over the lanes of a vector, and no lane is idle, whatever M is (see
-csrc/cpu/gemm/panels.cpp). The result has the bits of `fastgen.ops.linear.kernels` with the upcast weight. There are
-kernels alone.
+Reading a 16-bit weight takes half of the time, and it is upcast in registers. A panel interleaves as many n as a vector
+has lanes. So no sum crosses the lanes of a vector, and no lane is idle, whatever M is (see csrc/cpu/gemm/panels.cpp).
+The result has the same bits as `fastgen.ops.linear.kernels` with the upcast weight. There are kernels only, and no
+reference.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops.linear import as_rows, fit, with_shape_of
 
-# More rows gain nothing by it: then the product is no longer bound by reading the weight.
+# More rows do not gain: the product is then no longer bound by reading the weight.
 MAX_ROWS = 16
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight, [N, K], bfloat16 or float16, in panels: an opaque tensor that is valid in this process.
+    """Packs a weight, [N, K], bfloat16 or float16, in panels: an opaque tensor that is valid in this process.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or is not contiguous along K.
@@ -42,10 +42,9 @@ def panels_gemm(x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tenso
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a weight in 16 bits may take the place of this one: x is [M, K], all of float32.
+    """Whether a 16-bit weight may replace this one: x is [M, K], all are float32.
 
-    The weight is [N, K], contiguous; the bias [N] or None. The table says up to which M it gains
-    (`choose.reads_panels`).
+    The weight is [N, K], contiguous; the bias [N] or None. `choose.reads_panels` tells up to which M it gains.
     """
     return (
         x.dtype is torch.float32

@@ -1,8 +1,8 @@
-"""`python -m fastgen tune`: measures a machine, and writes the profile that takes the place of the shipped table.
+"""`python -m fastgen tune`: measures a machine, and writes the profile that replaces the shipped table.
 
-For each type and layout, the kernels take turns with weights that come from memory, as those of a model do in a decode
-step. The profile is a file of numbers and names for this kind of processor (`choose.profile_path`); removing it brings
-the shipped table back. Nothing of this runs in a user's call.
+For each type and layout, the kernels run interleaved on weights that come from memory, as a model's weights do in a
+decode step. The profile is a file of numbers and names for this kind of processor (`choose.profile_path`); removing it
+restores the shipped table. Nothing in this module runs in a user's call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastgen.ops import _library
 from fastgen.ops.linear import choose, panels
 from fastgen.ops.linear.choose import KERNELS, PANELS, SERVE, TORCH, Isa, Key, Layout
 
-# M that are measured, and [N, K] of the weights.
+# The M that are measured, and [N, K] of the weights.
 _ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 128, 256)
 _SHAPES = ((768, 768), (3072, 768), (768, 3072))
 # Rounds of each; bytes of the weights that a round goes through, so that no cache holds them.
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def measured(key: Key, isa: Isa) -> dict[int, Seconds]:
-    """For each M, the seconds that each kernel takes for one weight of every shape, all shapes together."""
+    """Returns, for each M, the seconds that each kernel takes for one weight of every shape, all shapes together."""
     found: dict[int, Seconds] = {}
     for m in _ROWS:
         names = [name for name in SERVE[key] if choose.serves(name, key, m, isa)]
@@ -82,10 +82,10 @@ def measured(key: Key, isa: Isa) -> dict[int, Seconds]:
 
 
 def table(names: Sequence[str], seconds: dict[int, Seconds]) -> list[tuple[int | None, str]]:
-    """A row of the table of `choose`: up to how many rows which kernel; None for all others.
+    """Returns a row of the table of `choose`: the kernel up to each number of rows; None stands for all larger ones.
 
-    Each kernel follows the one before it once, at the M where the times, as multiples of the shortest, add up to the
-    least: where two are equal within noise, they do not take turns.
+    Each kernel takes over from the previous one once, at the M with the least sum of times, as multiples of the
+    shortest: two kernels that are equal within noise do not alternate.
 
     Args:
         names: in the order in which they take over. A kernel that does not serve an M has no time there.
@@ -93,7 +93,7 @@ def table(names: Sequence[str], seconds: dict[int, Seconds]) -> list[tuple[int |
     rows = list(seconds)
 
     def kernels(bounds: Sequence[int]) -> list[str]:
-        """The one of each M, if they take over at these places."""
+        """Returns the kernel of each M, if they take over at these indices."""
         edges = [0, *bounds, len(rows)]
         return [name for name, begin, end in zip(names, edges, edges[1:], strict=False) for _ in rows[begin:end]]
 
@@ -107,7 +107,7 @@ def table(names: Sequence[str], seconds: dict[int, Seconds]) -> list[tuple[int |
 
 
 def write(path: Path, machine: str, profile: dict[str, Any]) -> None:
-    """Puts the profile beside those of other machines; whole or not at all.
+    """Adds the profile to those of other machines; writes the file as a whole or not at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -138,7 +138,7 @@ def _words(most: int | None, name: str) -> str:
 
 @torch.no_grad()
 def _shortest(names: Sequence[str], key: Key, m: int, n: int, k: int) -> Seconds:
-    """The least of some rounds in which the kernels are interleaved: a disturbed machine slows all of them."""
+    """Returns the least times of some interleaved rounds: a disturbed machine slows all kernels."""
     dtype, layout = key
     # Random values: the time of a product may depend on them.
     generator = torch.Generator().manual_seed(0)
@@ -161,7 +161,7 @@ def _product(name: str, x: Tensor, weights: list[Tensor]) -> tuple[Callable[[Ten
 
 
 def _seconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Seconds of one weight; all of them are evicted from the processor's caches first, where that is possible."""
+    """Returns seconds per weight; first evicts all weights from the processor's caches, if possible."""
     for weight in weights:
         torch.ops.fastgen.evict.default(weight)
     start = time.perf_counter()

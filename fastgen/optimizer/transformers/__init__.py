@@ -1,9 +1,9 @@
-"""Hugging Face Transformers: the functions that are hooked.
+"""Hugging Face Transformers: the functions that FastGen hooks.
 
-`generate` opens a call and repeats it with the original code should anything go wrong; `_prefill`, which every decoding
+`generate` opens a call, and repeats it with the original code if FastGen's part fails. `_prefill`, which every decoding
 loop calls before its first step, runs on one row per input and puts FastGen's KV cache into the library's. Then a
-captured step takes the place of the loop and of the processors that it knows (`loop`, `captured`). Where it does not
-serve, the library's loop, processors and criteria run, on hooks. The user's own always run.
+captured step replaces the loop and the processors that it supports (`loop`, `captured`). If it does not serve the call,
+the library's loop, processors and criteria run on hooks. The user's own processors and criteria always run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCORES = "self input_ids scores"  # of processors and criteria
 
 
 def patches() -> list[Patch]:
-    """Every patch that FastGen applies to Transformers."""
+    """Returns every patch that FastGen applies to Transformers."""
     return [*_checkpoints(), *_generation(), *_processors(), *_prophetnet(), *_latents(), *_encoders()]
 
 
@@ -93,7 +93,7 @@ def _prophetnet() -> list[Patch]:
 
 
 def _latents() -> list[Patch]:
-    """What heads make their K and V with in multi-head latent attention."""
+    """Returns the patches of the code that expands latents into K and V in multi-head latent attention."""
     expands = takes("self kv_nope k_rot", uses="kv_b_proj qk_nope_head_dim v_head_dim qk_rope_head_dim")
     classes = {
         "axk1": "AXK1Attention", "bailing_hybrid": "BailingHybridAttention", "deepseek_v2": "DeepseekV2Attention",
@@ -108,7 +108,7 @@ def _latents() -> list[Patch]:
 
 
 def _encoders() -> list[Patch]:
-    """The call of a model, its embeddings and layers, and the attention function of these."""
+    """Returns the patches of encoders: of a model's call, its embeddings and layers, and their attention function."""
     library, text = "transformers.modeling_utils", "sentence_transformers"
     call, sentences, layers = (f"{__name__}.encoders.{name}" for name in ("call", "sentences", "unpadded_forward"))
     interface, tokens = has("attn_implementation default"), has("input_ids position_ids inputs_embeds")

@@ -1,8 +1,8 @@
-"""Length buckets of a call: inputs of about the same length run together, with little padding.
+"""Length buckets of a call: inputs of similar length run together, with little padding.
 
-The encoder runs on one bucket of `fastgen.decoding.length_buckets` after the other, without the padding behind its
-inputs; and so does the prefill of a decoder-only model, without the padding in front. The result is zero in padded
-positions, which decoders and later steps mask.
+The encoder runs on one bucket of `fastgen.decoding.length_buckets` after the other, without the padding after its
+inputs. The prefill of a decoder-only model does the same, without the padding before its prompts. The result is zero in
+padded positions, which decoders and later steps mask.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
 from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward, holds_no_tensor
 from fastgen.optimizer.transformers.models import parts_that_decode
 
-# The modules whose decoders are known to give the same whatever padding is in front: equivalence tests run them. Others
-# may count from the first column of the batch. Encoders are in `encoders/stacks.py`.
+# Modules whose decoders are known to give the same result whatever padding precedes the prompt: equivalence tests run
+# them. Other decoders may count from the first column of the batch. Encoders are listed in `encoders/stacks.py`.
 DECODERS = frozenset(
     f"transformers.models.{name}.modeling_{name}"
     for name in """
@@ -41,7 +41,7 @@ DECODERS = frozenset(
         stablelm starcoder2 vaultgemma xglm youtu
     """.split()
 )
-# Arguments of `generate` that the library does not pass to the encoder.
+# Prefixes of arguments of `generate` that the library does not pass to the encoder.
 _OF_DECODER = ("decoder_", "cross_attn")
 # Inputs with a column for each position of the prompt.
 PER_POSITION = ("attention_mask", "position_ids")
@@ -52,7 +52,7 @@ Prefill = Callable[[Tensor, dict[str, Any]], Any]
 
 
 def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Wrapper of `GenerationMixin._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, ...)`."""
+    """Wraps `GenerationMixin._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, ...)`."""
     call = Call.current(model)
     if call is None or not patching.is_active():
         return wrapped(*args, **kwargs)
@@ -77,11 +77,11 @@ def _encode(
         if mask is None and sources is not None and is_text and len(ids) == 1:
             mask = torch.ones_like(ids)
         others = (name for name, value in model_kwargs.items() if not holds_no_tensor(value))
-        # The encoder gets nothing with tensors but the tokens and their mask.
+        # The encoder gets no other tensors than the tokens and their mask.
         is_all = all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
         reads_rows = is_text and is_all and _reads_rows_alone(call, ids, mask, config)
         if reads_rows and mask is not None and not bool(_begins_with_tokens(mask)):
-            sources = None  # padding in front counts for positions, and all of it is read where there is nothing else
+            sources = None  # leading padding shifts positions; rows without tokens are read whole
     if not reads_rows or mask is None:
         return dict(wrapped(ids, model_kwargs, model_input_name, config))
     run = partial(_encode_buckets, call, wrapped, model_kwargs, model_input_name, config)
@@ -95,22 +95,22 @@ def _encode(
         assert isinstance(state, Tensor), "the library's encoders give one"
         return state
 
-    call.has_intervened = True  # until there are all of them: the library's own encoder could have made that
+    call.has_intervened = True  # until all are encoded: the library's own encoder call could have returned them
     encoded = sources.encode(states_of, ids, mask, row_adapters.chosen(call.model))
     call.has_intervened = False
     return {**model_kwargs, "encoder_outputs": sources.kind(last_hidden_state=encoded)}
 
 
 def _begins_with_tokens(mask: Tensor) -> Tensor:
-    """Whether each row of a mask [rows, length] has tokens, and padding only behind them."""
+    """Whether each row of a mask [rows, length] starts with a token, and has padding only after its tokens."""
     return mask[:, :1].all() & (mask[:, 1:] <= mask[:, :-1]).all()
 
 
 def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
-    """Whether the encoder is known to read each row for itself, without padding, and nothing else of it is returned."""
+    """Whether the encoder is known to read each row independently, without padding, and returns nothing else."""
     encoder = call.model.get_encoder()
     is_hooked = way_of(encoder) is not None and patching.original_of(type(encoder).forward) is not None
-    is_hooked = is_hooked and getattr(encoder, "_compiled_call_impl", None) is None  # its layers are not called then
+    is_hooked = is_hooked and getattr(encoder, "_compiled_call_impl", None) is None  # a compiled one skips its layers
     return is_hooked and "forward" not in vars(encoder) and _has_known_padding(encoder, ids, mask, config)
 
 
@@ -123,14 +123,14 @@ def _encode_buckets(
     ids: Tensor,
     mask: Tensor,
 ) -> dict[str, Any]:
-    """What the library gives for these rows, encoded in buckets where that pays."""
+    """Returns what the library returns for these rows, encoded in buckets if that pays."""
     encoder, given = call.model.get_encoder(), {**model_kwargs, "attention_mask": mask}
     with call.decides():
         buckets = _buckets(call, encoder, ids, mask, config)
         unpadded = UnpaddedForward(encoder, RIGHT_PADDED, mask.bool(), 0.0, buckets=buckets)
     if not buckets:
         return dict(wrapped(ids, given, model_input_name, config))
-    call.has_intervened = True  # until the buckets are merged: the library's own encoder could have made that
+    call.has_intervened = True  # until buckets are merged: the library's own encoder call could have returned this
     with patching.held(UnpaddedForward.current, unpadded):
         result = dict(wrapped(ids, given, model_input_name, config))
     if not unpadded.has_run:
@@ -140,12 +140,12 @@ def _encode_buckets(
 
 
 def ignores_padding(model: Any) -> bool:
-    """Whether a model that has only a decoder is known to give the same whatever padding is in front."""
+    """Whether a decoder-only model is known to give the same result whatever padding precedes the prompt."""
     return all(type(part).forward.__module__ in DECODERS for part in parts_that_decode(model))
 
 
 def reads_tokens_alone(model: Any, ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether such a model reads nothing in its prefill but tokens and what belongs to each of them: no pictures."""
+    """Whether the prefill of such a model reads only tokens and per-token inputs: no images."""
     given = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
     return (
         ignores_padding(model)
@@ -155,16 +155,17 @@ def reads_tokens_alone(model: Any, ids: Tensor, model_kwargs: dict[str, Any]) ->
 
 
 def prefill_in_groups(call: Call, run: Prefill, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """What the library's `_prefill` gives for prompts [batch, longest]: the logits of the last position at least.
+    """Returns what the library's `_prefill` returns for prompts [batch, longest]: at least the logits of the last
+    position.
 
-    The cache of `model_kwargs` has FastGen's layers in it, and is filled.
+    The cache in `model_kwargs` contains FastGen's layers, and gets filled.
     """
     buckets: Buckets = []
     if (
         reads_tokens_alone(call.model, ids, model_kwargs)
         and releases.cache_in(model_kwargs).get_seq_length() == 0
         and config.prefill_chunk_size is None
-        and not call.cache_is_the_users  # it would have the K/V of the padding in it
+        and not call.cache_is_the_users  # it would contain K and V of the padding
     ):
         buckets = _buckets(call, call.model, ids, model_kwargs.get("attention_mask"), config, in_front=True)
     return _prefill_buckets(buckets, run, ids, model_kwargs) if buckets else run(ids, model_kwargs)
@@ -181,7 +182,7 @@ def _prefill_buckets(buckets: Buckets, run: Prefill, ids: Tensor, model_kwargs: 
         cache.layers = copy.deepcopy(layers)
         outputs = run(ids[rows, positions], {**model_kwargs, **part})
         if releases.cache_in(outputs) is not cache:
-            return outputs  # which the caller checks, too
+            return outputs  # the caller checks this, too
         _check_nothing_else("the model", outputs, "logits", releases.cache_name())
         last, filled = outputs.logits[:, -1:], [layer.kv.read() for layer in layers_of(cache)[0]]
         if logits is None:
@@ -198,14 +199,14 @@ def _prefill_buckets(buckets: Buckets, run: Prefill, ids: Tensor, model_kwargs: 
 
 
 def _buckets(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_front: bool = False) -> Buckets:
-    """The rows of each bucket, and their positions; none where buckets do not pay, or more than the result is read.
+    """Returns the rows of each bucket, and their positions; [] if buckets do not pay, or more than the result is read.
 
-    `part` is the encoder, or the model that has only a decoder; `in_front` tells where the padding is.
+    `part` is the encoder, or the decoder-only model; `in_front` tells whether padding precedes the tokens.
     """
     if (
         not _has_known_padding(part, ids, mask, config)
         or ids.shape[0] == 1
-        # The K/V that are returned include padding; in slots, there are none.
+        # A returned cache includes K and V of padding; a call that enters slots returns no cache.
         or (config.return_dict_in_generate and call.entering is None)
         or call.rows_depend_on_each_other
     ):
@@ -214,10 +215,10 @@ def _buckets(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_fron
 
 
 def _has_known_padding(part: Any, ids: Tensor, mask: Any, config: Any) -> bool:
-    """Whether rows may run without their padding: the mask tells where it is, and nothing more is returned of it."""
+    """Whether rows may run without padding: the mask shows where padding is, and no further outputs are returned."""
     returns_more = any(getattr(source, name, False) for source in (config, part.config) for name in _FURTHER_OUTPUTS)
     is_of_ids = isinstance(mask, Tensor) and ids.dim() == 2 and mask.shape == ids.shape
-    # Elsewhere than on the CPU, reading the lengths would wait for the device.
+    # On other devices than the CPU, reading the lengths would synchronize.
     return is_of_ids and ids.device.type == "cpu" and not returns_more
 
 

@@ -1,4 +1,4 @@
-"""FastGen's KV caches, those of a captured step too, inside the library's own cache objects."""
+"""Puts FastGen's KV caches, and those of captured steps, into the library's own cache objects."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from fastgen.optimizer.transformers.states import LayerForm, SharedStates, StepS
 
 
 class ExchangedLayers:
-    """Puts `SharedLayer`s into a cache for the length of one `generate` call, and the library's own layers back.
+    """Puts `SharedLayer`s into a cache for the duration of one `generate` call, and restores the library's layers after
+    it.
 
-    Only `layers` is exchanged, so nothing is lost when the call is given up half-way.
+    Only `layers` is replaced, so nothing is lost if the call is given up half-way.
 
     Args:
-        cache: as accepted by `unsupported`.
-        per_input: sequences per input. A cache that holds something has one row per sequence, equal among the sequences
+        cache: a cache that `unsupported` accepts.
+        per_input: sequences per input. A cache that holds something has one row per sequence, equal for all sequences
             of an input.
-        initial_capacity: positions that will be generated, at least.
+        initial_capacity: the least number of positions that will be generated.
     """
 
     def __init__(self, cache: Cache, per_input: int, initial_capacity: int) -> None:
@@ -44,7 +45,7 @@ class ExchangedLayers:
         shared = [
             [self._shared(layer, per_input, initial_capacity) for layer in layers] for _, layers, _ in self._saved
         ]
-        # From here on nothing can fail: the cache is changed whole or not at all.
+        # Nothing can fail from here on: the cache is changed as a whole or not at all.
         for (part, _, replicate), layers in zip(self._saved, shared, strict=True):
             part.layers = [*layers]
             if replicate is not None:
@@ -53,7 +54,7 @@ class ExchangedLayers:
 
     @staticmethod
     def _shared(layer: Any, per_input: int, initial_capacity: int) -> Any:
-        """What stands for a layer of the library's; one that keeps nothing stands for itself."""
+        """Returns FastGen's replacement of a library layer; a layer that keeps nothing is returned unchanged."""
         if states_of_layers.is_empty(layer):
             return layer
         if not states_of_layers.is_layer(layer):
@@ -64,11 +65,11 @@ class ExchangedLayers:
             return SharedStates(layer, per_input)
         if layer.get_seq_length():
             shared.update(layer.keys[::per_input].contiguous(), layer.values[::per_input].contiguous())
-            shared.kv.dropped = layer.get_seq_length() - layer.keys.shape[2]  # behind a sliding window
+            shared.kv.dropped = layer.get_seq_length() - layer.keys.shape[2]  # beyond the sliding window
         return shared
 
     def begin_with(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Puts K and V of the first positions into the layers of self-attention, before the prompt is stored."""
+        """Stores K and V of the first positions in the layers of self-attention, before the prompt is stored."""
         part = _parts(self.cache)[0]
         for number, kv in enumerate(layers):
             if number == len(part.layers):
@@ -79,10 +80,10 @@ class ExchangedLayers:
             layer.update(*kv)
 
     def expand(self, beams: Beams) -> None:
-        """The prompt is stored: from now on every input has `beams.per_input` rows."""
+        """Ends the prefill: from now on every input has `beams.per_input` rows."""
         self._beams = beams
         if any(part.layer_class_to_replicate is not None and not part.layers for part in _parts(self.cache)):
-            # Nothing was stored, so there is nothing to share; a later layer would not know of the beams.
+            # Nothing was stored, so there is nothing to share; layers created later would not know the beams.
             raise RuntimeError("the model did not fill the cache in its first forward pass")
         for layer in self._layers():
             layer.expand(beams)
@@ -91,13 +92,13 @@ class ExchangedLayers:
         return (layer for part in _parts(self.cache) for layer in _shared_layers(part.layers))
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Goes on with the given inputs of the batch, [n] in ascending order."""
+        """Continues with these inputs of the batch, [n] in ascending order."""
         for layer in self._layers():
             layer.keep(inputs, translate)
         self._beams.keep(inputs)
 
     def release(self) -> None:
-        """What is stored is not needed any more: the captured step has it."""
+        """Frees what is stored, because the captured step has taken it over."""
         for layer in self._layers():
             layer.release()
 
@@ -107,7 +108,7 @@ class ExchangedLayers:
         cross: list[tuple[torch.Tensor, torch.Tensor]],
         states: list[States],
     ) -> None:
-        """Takes what the captured step has stored, of self- and of cross-attention, for who gets the cache."""
+        """Takes over what the captured step stored for self- and cross-attention, for whoever gets the cache."""
         for part, stored in zip(_parts(self.cache), (own, cross), strict=False):
             for kv_layer, kv in zip(_with_kv(part.layers), stored, strict=False):
                 kv_layer.kv.hold(*kv)
@@ -115,14 +116,14 @@ class ExchangedLayers:
             layer.hold_states(of_layer)
 
     def restore(self) -> None:
-        """The library's own layers again, as they were before the call."""
+        """Restores the library's layers to what they were before the call."""
         for part, layers, replicate in self._saved:
             part.layers, part.layer_class_to_replicate = layers, replicate
         if isinstance(self.cache, EncoderDecoderCache):
             self.cache.is_updated = self._has_source
 
     def hand_over(self) -> None:
-        """The library's own layers again, filled with what was stored: the cache goes to the user."""
+        """Restores the library's layers and fills them with what was stored: the user gets the cache."""
         shared: list[list[Any]] = [[*part.layers] for part, _, _ in self._saved]
         has_source = _layers_with_source(self.cache)
         self.restore()
@@ -137,7 +138,7 @@ class ExchangedLayers:
 
 
 def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer | SharedStates]:
-    """The layers of a cache, or of a part of one, that has the store in it; without those that keep nothing."""
+    """Returns FastGen's layers in a cache, or in a part of one, without the layers that keep nothing."""
     own = [layer for layer in layers if not states_of_layers.is_empty(layer)]
     shared = [layer for layer in own if isinstance(layer, (SharedLayer, SharedStates))]
     assert len(shared) == len(own), "somebody else has put layers into the cache"
@@ -153,13 +154,13 @@ def _with_states(layers: Sequence[Any]) -> list[SharedStates]:
 
 
 def _windows(cache: Cache) -> list[int]:
-    """The sliding windows of the layers that have one."""
+    """Returns the sliding windows of the layers that have one."""
     found = (window_of(layer) for part in _parts(cache) for layer in part.layers)
     return [window for window in found if window is not None]
 
 
 def _layers_with_source(cache: Cache) -> dict[int, bool]:
-    """Of each layer, whether it has the K and V of the encoder's output, as the library notes it."""
+    """Returns whether each layer has K and V of the encoder's output, as the library records it."""
     return dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
 
 
@@ -170,28 +171,28 @@ def _parts(cache: Cache) -> list[Cache]:
 
 
 def with_source(cache: Cache, config: Any) -> Cache:
-    """A cache of self-attention, with one for the K and V of what an encoder gives; another cache as it is."""
+    """Pairs a self-attention cache with one for K and V of an encoder's output; returns other caches unchanged."""
     return EncoderDecoderCache(cache, DynamicCache(config=config)) if type(cache) is DynamicCache else cache
 
 
 def layers_in(cache: Cache) -> list[list[Any]]:
-    """The layers of each part of a cache: of self-attention, and of cross-attention if there is any."""
+    """Returns the layers of each part of a cache: of self-attention, and of cross-attention if there is any."""
     return [part.layers for part in _parts(cache)]
 
 
 def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None]:
-    """The layers of self-attention, and of cross-attention if there is any, of a cache with a store in it."""
+    """Returns FastGen's layers of self-attention, and of cross-attention if there is any, in a cache."""
     own, *cross = map(_with_kv, layers_in(cache))
     return own, cross[0] if cross else None
 
 
 def states_in(cache: Cache) -> list[SharedStates]:
-    """The layers with states, of a cache with a store in it."""
+    """Returns FastGen's layers with states in a cache."""
     return _with_states(_parts(cache)[0].layers)
 
 
 def forms_of(cache: Cache) -> tuple[LayerForm, ...]:
-    """What each layer of self-attention keeps, of a cache with a store in it that has gone through the prefill."""
+    """Returns what each self-attention layer keeps, for a cache with FastGen's layers after the prefill."""
     return tuple(
         LayerForm.of(isinstance(layer, SharedLayer), states_of_layers.of_layer(layer))
         for layer in _parts(cache)[0].layers
@@ -199,14 +200,15 @@ def forms_of(cache: Cache) -> tuple[LayerForm, ...]:
 
 
 def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) -> bool:
-    """Whether steps on the store read so much more than a sliding window that the library's layers are better.
+    """Whether steps on FastGen's layers read so much more than a sliding window that the library's layers are better.
 
-    They never read more. With one sequence there is nothing to share that would make up for reading more, and with
-    several, not for a suffix that is longer than the window. A captured step reads no more, either.
+    The library's layers never read more than the window. One sequence per input shares nothing that would make up for
+    reading more; with several, sharing does not make up for a suffix longer than the window. A captured step reads no
+    more than the window, either.
 
     Args:
         per_input: sequences per input.
-        prompt, to_generate: positions of the prompt, and at the most behind it.
+        prompt, to_generate: positions of the prompt, and the most positions after it.
     """
     shortest = min(_windows(cache), default=None)
     if shortest is None or prompt + to_generate <= shortest:
@@ -215,17 +217,17 @@ def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) ->
 
 
 def has_windows(cache: Any) -> bool:
-    """Whether layers of a cache know of a sliding window. Those of one that is made without a model's config do not."""
+    """Whether layers of a cache know a sliding window. Those of a cache made without a model's config do not."""
     return type(cache) in (DynamicCache, EncoderDecoderCache) and bool(_windows(cache))
 
 
 def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | None) -> str | None:
-    """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
+    """Returns why FastGen's layers cannot replace the layers of `cache`; None if they can.
 
     Args:
         per_input: sequences per input.
-        positions: of the prompt, and at the most behind it.
-        needs_window: why the cache must drop what lies behind a sliding window; None where the model masks that.
+        positions: positions of the prompt, and the most after it, together.
+        needs_window: why the cache must drop what lies beyond a sliding window; None if the model masks it.
     """
     if type(cache) not in (DynamicCache, EncoderDecoderCache):
         return f"the cache is a {type(cache).__name__}"
@@ -252,8 +254,8 @@ def unsupported(cache: Any, per_input: int, positions: int, needs_window: str | 
 
 
 def _may_hold_nothing(layers: Sequence[Any]) -> bool:
-    """Whether layers that hold nothing are where they may be: among layers with states, and at the end, where those are
-    that read the K and V of others.
+    """Whether layers that hold nothing are only where they may be: among layers with states, and at the end, where
+    layers read the K and V of other layers.
     """
     count = sum(map(states_of_layers.is_empty, layers))
     return not any(map(states_of_layers.is_empty, layers[: len(layers) - count])) or any(
@@ -267,7 +269,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _stored(layer: Any) -> list[torch.Tensor]:
-    """What is stored in a layer of the library's."""
+    """Returns the tensors that a library layer stores."""
     found = list(states_of_layers.of_layer(layer).values())
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or layer.get_seq_length() == 0:
@@ -276,7 +278,7 @@ def _stored(layer: Any) -> list[torch.Tensor]:
 
 
 def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
-    """Whether the rows of `tensor`, `per_input` per input, are the same for every input. NaN is the same as NaN."""
+    """Whether the rows of `tensor`, `per_input` per input, are equal for every input. NaN counts as equal to NaN."""
     if tensor.shape[0] % per_input:
         return False
     rows = tensor.unflatten(0, (-1, per_input))
@@ -294,12 +296,12 @@ def cache_of(
     forms: Sequence[LayerForm] = (),
     states: Sequence[FixedStates] = (),
 ) -> Cache:
-    """A cache with layers of self- and of cross-attention, which may be none; `cache_length` as of `StepLayer`.
-
-    With `of_rows` that is what positions are computed from. Masks are made for the longest row: its is `cache_length`.
+    """Returns a cache with layers of self-attention and, if there are any, of cross-attention.
 
     Args:
-        forms: of each layer of self-attention, where some keep something else than K and V: `states`.
+        cache_length: as for `StepLayer`. Masks are made for the longest row, whose length this is.
+        of_rows: returns the length of each row, from which positions are computed; None to use `cache_length`.
+        forms: what each self-attention layer keeps, if some keep `states` besides or instead of K and V.
     """
     given = cache_length if of_rows is None else of_rows
     cache: Cache = StepCache(_step_layers(own, states, forms or [LayerForm(True, ())] * len(own), given))

@@ -1,4 +1,4 @@
-"""The layers that stand in the library's cache objects for its own: in a call with hooks, and in a captured step."""
+"""The layers that replace the library's in its cache objects: in a call with hooks, and in a captured step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fastgen.optimizer.transformers.states import SharedStates, StepStates
 
 
 class KVCacheLayer(releases.CacheLayerNames, CacheLayerMixin):
-    """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
+    """A layer of a `Cache` whose K and V are in FastGen's `kv`."""
 
     def __init__(self, kv: GrowingKV | FixedKV) -> None:
-        # `keys` and `values`, which the base class sets, are computed here: do not let it.
+        # Does not call the base class, which would set `keys` and `values`: these are properties here.
         self.kv = kv
 
     @property
@@ -37,10 +37,10 @@ class KVCacheLayer(releases.CacheLayerNames, CacheLayerMixin):
 
 
 class SharedLayer(KVCacheLayer):
-    """A layer in a `GrowingKV`.
+    """A layer backed by a `GrowingKV`.
 
-    A sliding-window layer drops what lies behind the window from the prefix only. It may hold more than the window, and
-    the masks that models build from `get_mask_sizes` leave that out; `unsupported` sees to it that they do.
+    A sliding-window layer drops positions beyond the window from the prefix only. It may therefore hold more than the
+    window; the masks that models build from `get_mask_sizes` exclude the rest, which `unsupported` makes sure of.
     """
 
     is_compileable = False
@@ -50,7 +50,7 @@ class SharedLayer(KVCacheLayer):
         super().__init__(GrowingKV(initial_capacity, window))
         self.is_sliding = window is not None
         self.window = window
-        # From a reorder of all rows, which is what the library passes, to one of those that are in the store.
+        # Maps a reorder of all rows, which the library passes, to one of the rows that are stored.
         self.translate: Callable[[torch.Tensor], torch.Tensor] = lambda index: index
 
     @property
@@ -75,7 +75,7 @@ class SharedLayer(KVCacheLayer):
         self.kv.reorder(self.translate(beam_idx))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last positions, whose number is given as a negative one: all releases know that meaning."""
+        """Drops the last positions. Takes their number as a negative one, which means this in all releases."""
         if tokens_to_remove >= 0:
             raise ValueError("a length to crop the cache to is not supported")
         self.kv.crop(-tokens_to_remove)
@@ -91,14 +91,14 @@ class SharedLayer(KVCacheLayer):
         self.kv.release()
 
     def hand_over(self, layer: Any) -> None:
-        """Has a layer of the library's keep what this one has."""
+        """Copies what this layer has stored into a library layer."""
         assert isinstance(layer, DynamicLayer), "what `unsupported` lets through"
         if self.kv.length:
             _fill(layer, self.kv)
 
 
 class SharedHybridLayer(SharedStates, SharedLayer):
-    """A layer in a `GrowingKV` that has states, too."""
+    """A layer backed by a `GrowingKV` that has states, too."""
 
     def __init__(self, layer: Any, per_input: int, initial_capacity: int) -> None:
         SharedLayer.__init__(self, initial_capacity)
@@ -126,9 +126,10 @@ class SharedHybridLayer(SharedStates, SharedLayer):
 
 
 class StepLayer(KVCacheLayer):
-    """A layer in a `FixedKV`; `cache_length`: positions in front of the step's, of self-attention on the device.
+    """A layer backed by a `FixedKV`. `cache_length`: positions before those of the step; for self-attention on the
+    device.
 
-    What is called for it, is so in every step.
+    If it is a function, every step calls it.
     """
 
     is_compileable = True
@@ -150,7 +151,7 @@ class StepLayer(KVCacheLayer):
         return self.kv.write(key_states, value_states)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to do: the next step writes over what this one has stored besides its first position."""
+        """Does nothing: the next step overwrites what this one has stored after its first position."""
         if self.kv.has_suffix and -tokens_to_remove != self.kv.width - 1:
             raise CannotBeCaptured("the model crops its cache")
 
@@ -165,7 +166,7 @@ class StepLayer(KVCacheLayer):
 
 
 class StepHybridLayer(StepStates, StepLayer):
-    """A layer in a `FixedKV` that has states, too."""
+    """A layer backed by a `FixedKV` that has states, too."""
 
     def __init__(
         self, kv: FixedKV, states: FixedStates, cache_length: torch.Tensor | int | Callable[[], torch.Tensor | int]
@@ -175,22 +176,24 @@ class StepHybridLayer(StepStates, StepLayer):
 
 
 class StepCache(StaticCache):
-    """`StepLayer`s. It is a static cache because some models of some releases ask for that class.
+    """A cache of `StepLayer`s. It derives from the static cache because some models of some releases require that
+    class.
 
-    Up to 5.17 BLOOM makes its mask of two dimensions for a static cache only, and cannot use the library's, of four.
+    Up to 5.17, BLOOM builds its own two-dimensional mask for a static cache only, and cannot use the library's mask,
+    which has four dimensions.
 
     Attributes:
-        drops_last: the last positions can be given up, as UniLM does. Not every release's static cache can do that.
+        drops_last: the last positions can be dropped, as UniLM does. Not every release's static cache can do that.
     """
 
     drops_last = True
 
     def __init__(self, layers: list[Any]) -> None:
-        Cache.__init__(self, layers=[*layers])  # StaticCache's makes layers of its own
+        Cache.__init__(self, layers=[*layers])  # StaticCache's own would make other layers
 
 
 def window_of(layer: Any) -> int | None:
-    """The sliding window of a layer of the library's; None where there is none."""
+    """Returns the sliding window of a library layer; None if it has none."""
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
 

@@ -1,4 +1,4 @@
-"""One call of `generate` while it runs: what the hooks know of each other."""
+"""The state of one running call of `generate`, which its hooks share."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from fastgen.optimizer.transformers.user_code import Errors
 ENTRY_POINT = counters.GENERATE
 BEYOND_WINDOW = releases.Usual("more positions than the sliding window")
 
-# The classes of linear layers, and whether their weight is stored transposed.
+# Classes of linear layers, and whether they store their weight transposed.
 LINEAR_LAYERS = {**LINEAR, Conv1D: True}
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    # What is recorded is torch's operator: it becomes FastGen's later.
+    # A recording contains torch's operator, which a graph pass replaces by FastGen's later.
     has_memory = not (is_capturing() or torch._C._functorch.is_functorch_wrapped_tensor(x))
     return elementwise.gelu_tanh(x) if has_memory else F.gelu(x, approximate="tanh")
 
 
-# Activations that pass over their input operation by operation, and the one operation that they are.
+# Activations that run as a sequence of elementwise operations, and the single operation that replaces each.
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {NewGELUActivation: _gelu_tanh}
 
 
 def fast_layers(model: Any) -> FastLayers:
-    """The faster form of the model's layers, a context."""
+    """Returns a context that gives the model's layers their faster forms."""
     return FastLayers.of(model, LINEAR_LAYERS, _ACTIVATIONS, row_adapters.form_of)
 
 
 class NotAccelerated(Exception):
-    """This call is not supported; its argument says why. Nothing has been changed yet."""
+    """The call is not supported; the argument says why. Nothing has been changed yet."""
 
 
 class Unexpected(CannotBeCaptured):
-    """A step cannot be captured because a model does something that those of tested releases do not do."""
+    """A step cannot be captured because the model does something that no tested release does."""
 
 
 class DoesNotPay(CannotBeCaptured):
-    """The call is too short for recording its step. `note` gets how many tokens it has generated."""
+    """The call is too short for capturing its step. `note` is called with the number of tokens that it generated."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
         super().__init__(counters.NOT_YET)
@@ -68,36 +68,36 @@ class DoesNotPay(CannotBeCaptured):
 
 
 def fall_back(model: Any, reason: str) -> None:
-    """A call of the model goes to the original code. Raises FallbackError in strict mode."""
+    """Records that a call of the model falls back to the original code. Raises FallbackError in strict mode."""
     counters.count_fallback(ENTRY_POINT, reason)
     releases.note(model, reason)
 
 
 @dataclass(eq=False)
 class Call:
-    """State of one `generate` call, found by the inner hooks through a context variable: threads do not meet."""
+    """State of one `generate` call. Hooks find it through a context variable, so that threads do not interfere."""
 
     _active: ClassVar[ContextVar[Call | None]] = ContextVar("fastgen_call", default=None)
 
     model: Any
-    scores_are_private: bool  # nobody but the decoding loop holds those that the processors get
-    cache_is_the_users: bool  # it was passed in, and is looked at after the call
-    in_inference_mode: bool = field(default_factory=torch.is_inference_mode_enabled)  # what made it
-    users_errors: Errors = field(default_factory=Errors)  # what processors, criteria and other code of theirs raised
-    runs_user_code: bool | None = None  # None until the decoding loop has begun, where that is looked at
+    scores_are_private: bool  # only the decoding loop holds the scores that processors get
+    cache_is_the_users: bool  # the cache was passed in, and is read after the call
+    in_inference_mode: bool = field(default_factory=torch.is_inference_mode_enabled)  # the mode in which the call began
+    users_errors: Errors = field(default_factory=Errors)  # what the user's processors, criteria and other code raised
+    runs_user_code: bool | None = None  # None until the decoding loop begins and finds out
     accelerated: bool = False
     declined: bool = False
-    has_failed: bool = False  # FastGen's own code has raised something while it decided
-    has_intervened: bool = False  # what the library computes is no longer all its own: an error may be FastGen's
-    takes_best: bool = False  # it is an accelerated beam search that takes the best continuations, and draws none
-    store: ExchangedLayers | None = None  # once the call is accelerated
-    compaction: BatchCompaction | None = None  # the rows that the model runs on, where finished inputs may leave
-    entering: Any = None  # an `Entering`, where its inputs are to enter slots
-    draft: Any = None  # what the call asks to draft its tokens with
-    prefilled: Any = None  # the outputs of the prefill, made ahead of the library's loop
+    has_failed: bool = False  # FastGen's own code raised while it decided
+    has_intervened: bool = False  # FastGen has changed the library's computation, so an error may be FastGen's
+    takes_best: bool = False  # an accelerated beam search that takes the best continuations, and does not sample
+    store: ExchangedLayers | None = None  # set once the call is accelerated
+    compaction: BatchCompaction | None = None  # the rows that the model runs on, if finished inputs may leave
+    entering: Any = None  # an `Entering`, if the call's inputs are to enter slots
+    draft: Any = None  # the method of drafting that the call asks for
+    prefilled: Any = None  # the outputs of a prefill made before the library's loop
     is_to_be_captured: bool = False  # the prefill is for a captured step
-    reads_too_much: bool = False  # so that only a captured step is to go on from there
-    cache_is_dropped: bool = False  # nobody looks at the one that the call returns
+    reads_too_much: bool = False  # then only a captured step may go on after the prefill
+    cache_is_dropped: bool = False  # nobody reads the cache that the call returns
     _returns_cache: bool = False
     _packed: ExitStack = field(default_factory=ExitStack)
 
@@ -106,12 +106,12 @@ class Call:
 
     @cached_property
     def rows_depend_on_each_other(self) -> bool:
-        """Whether what the model says of one input depends on the others of the batch."""
+        """Whether the model's output for one input depends on the other inputs of the batch."""
         return rows_depend_on_each_other(self.model)
 
     @contextlib.contextmanager
     def decides(self) -> Iterator[None]:
-        """Inside this block FastGen decides, and changes nothing: whatever is raised is its own failure."""
+        """A context in which FastGen decides, and changes nothing: any exception is its own failure."""
         try:
             yield
         except (NotAccelerated, CannotBeCaptured):
@@ -122,7 +122,7 @@ class Call:
 
     @classmethod
     def current(cls, model: Any = None) -> Call | None:
-        """The innermost call that runs in this thread; with a model, only if it is a call of that model."""
+        """Returns the innermost call that runs in this thread; with a model, only if it is a call of that model."""
         call = cls._active.get()
         return call if call is not None and model in (None, call.model) else None
 
@@ -144,31 +144,31 @@ class Call:
 
     @property
     def returns_cache(self) -> bool:
-        """Whether somebody may look at the cache behind the call: it is in what that returns, or the user's."""
+        """Whether the cache may be read after the call: because the call returns it, or because it is the user's."""
         return self.cache_is_the_users or (self._returns_cache and not self.cache_is_dropped)
 
     def decline(self, reason: str) -> None:
-        """This call goes on with the original code."""
+        """Makes this call continue with the original code."""
         self.accelerated, self.declined = False, True
         self.takes_best = False
         self._packed.close()
         fall_back(self.model, reason)
 
     def hand_back(self) -> None:
-        """No captured step goes on from the prefill: where others would read too much, the library's loop does."""
+        """Returns the call to the library's loop if no captured step follows and hooks would read too much."""
         if self.reads_too_much and self.store is not None:
             self.store.hand_over()
             self.store = self.compaction = None
             self.decline(BEYOND_WINDOW)
 
     def accelerate(self, config: Any) -> None:
-        """This call, of this generation config, goes on with FastGen's store in its cache."""
+        """Makes this call, with this generation config, continue with FastGen's layers in its cache."""
         self.accelerated = self.has_intervened = True
         self.takes_best = config.num_beams > 1 and not config.do_sample
         self._returns_cache = bool(config.return_dict_in_generate)
 
     def finish(self) -> None:
-        """The call is done: the cache gets the library's own layers back."""
+        """Finishes the call: gives the cache the library's own layers back."""
         if self.store is None:
             if not self.declined:
                 fall_back(self.model, "the decoding loop did not go through _prefill")
@@ -181,7 +181,7 @@ class Call:
         warn_if_missing(self.model.device)
 
     def abandon(self) -> None:
-        """FastGen's part of the call failed: everything back as it was before."""
+        """Restores everything to the state before the call, because FastGen's part of it failed."""
         self._packed.close()
         self.compaction, self.prefilled, self.takes_best = None, None, False
         if self.store is not None:
@@ -189,7 +189,7 @@ class Call:
             self.store = None
 
     def break_off(self) -> None:
-        """The call was interrupted, or the user's code raised: a cache of the user's keeps what was stored so far."""
+        """Ends a call that was interrupted, or whose user code raised. A cache of the user's keeps what was stored."""
         if self.store is not None and self.cache_is_the_users:
             self.store.hand_over()
             self.store = None

@@ -1,8 +1,8 @@
-"""Batch compaction: inputs whose search is over leave the model's batch, and the library's loop goes on with all.
+"""Batch compaction: finished inputs leave the model's batch, while the library's loop goes on with all rows.
 
-What is computed for a finished input changes nothing: a greedy or sampled row gets padding, and a full beam search
-takes no further hypothesis. So each of its rows gets the logits of another input in the loop. That is invisible unless
-something reads those rows, and where something may, all rows stay (`loop_hooks.may_leave`).
+Results of a finished input are not used: a greedy or sampled row gets padding, and a full beam search accepts no
+further hypothesis. Each of its rows can therefore get the logits of another input in the loop. That is invisible unless
+something reads those rows; if something may, all rows stay (`loop_hooks.may_leave`).
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from fastgen.decoding.kv.rows import rows_of
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.models import TOKEN_TYPES, axis_of_rows
 
-# Compaction copies the K/V of the inputs that stay, so it waits until so large a part of them is finished.
+# Compaction copies the K and V of the remaining inputs, so it waits until at least this part of the inputs is finished.
 _MIN_PART = 0.25
-# Tensors of the model's inputs that have a row per sequence, when they are matrices.
+# Model inputs that have a row per sequence, if they are matrices.
 _PER_ROW = frozenset(("input_ids", "attention_mask", "position_ids", *TOKEN_TYPES))
 _ENCODER_OUTPUTS = "encoder_outputs"
-# The library gives -1e9 where there is no hypothesis; what has a score is far above.
+# The library uses -1e9 for missing hypotheses; real scores are far above.
 _NO_SCORE = -1e8
-# The first ends a row, which gets padding then; the others end all rows at once.
+# The first ends single rows, which then get padding; the others end all rows at once.
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 
 
 class BatchCompaction:
     """The rows that the model still runs on.
 
-    A beam search (`searches`) tells itself when an input is done (`note_search`); otherwise the criteria do.
+    A beam search (`searches`) itself tells when an input is done (`note_search`); otherwise the criteria do.
     """
 
     def __init__(self, store: ExchangedLayers, batch: int, per_input: int, searches: bool) -> None:
         self._store = store
         self._per_input = per_input
         self._searches = searches
-        self._inputs = torch.arange(batch)  # those in the model's batch
+        self._inputs = torch.arange(batch)  # the inputs in the model's batch
         self._ended = torch.zeros(batch * per_input, dtype=torch.bool)  # by row, of all inputs
         self._has_changed = False
         self._criteria: bool | None = None  # whether their meaning is known
-        self._rows: Tensor | None = None  # of the rows in the model's batch: their index among all
+        self._rows: Tensor | None = None  # index, among all rows, of each row in the model's batch
         self._numbers = torch.arange(batch * per_input)  # the inverse; 0 for a row that has left
         self._slices: dict[int, tuple[Any, Any]] = {}
         self._translated: tuple[Tensor, Tensor] | None = None
 
     def note_criteria(self, criteria: Any, done: Tensor) -> bool:
-        """Takes [rows] flags of the stopping criteria; False if their meaning is unknown."""
+        """Takes [rows] flags of the stopping criteria; returns False if their meaning is unknown."""
         if self._criteria is None:
             self._criteria = all(type(criterion) in _CRITERIA for criterion in criteria)
         if self._criteria and not self._searches:
@@ -60,9 +60,9 @@ class BatchCompaction:
     def note_search(self, may_improve: Tensor, is_finished: Tensor, scores: Tensor, early_stopping: Any) -> None:
         """Takes the state of a beam search: [batch, 1] and [batch, beams] flags, and [batch, beams] finished scores.
 
-        An input takes no hypothesis any more if either kind of flag tells that it is over. The library sorts its
-        finished hypotheses once more in every step, though, together with what the rows have then. With equal scores
-        among them the rows must stay: that decides which of these comes first.
+        An input accepts no more hypotheses if either kind of flag says that it is over. But in every step, the library
+        sorts its finished hypotheses again, together with the current candidates of its rows. If finished scores are
+        equal, the rows must stay, because they affect the order of the equal ones.
         """
         over = ~may_improve.squeeze(1)
         if early_stopping is True:
@@ -77,11 +77,11 @@ class BatchCompaction:
         self._ended = ended
 
     def select(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of the model, of all rows, for the rows that are still there."""
+        """Selects the remaining rows from the model's inputs, which have all rows."""
         self._leave(inputs)
         if self._rows is None:
             return inputs
-        # What comes again in the next step, as the encoder's output does, is not cut again.
+        # Inputs that recur in the next step, such as the encoder's output, are not sliced again.
         self._slices = {
             id(value): self._slices.get(id(value)) or (value, self._slice(name, value))
             for name, value in inputs.items()
@@ -89,25 +89,25 @@ class BatchCompaction:
         return {name: self._slices[id(value)][1] for name, value in inputs.items()}
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Logits of the rows that are still there, for all rows: one that has left gets those of the first.
+        """Expands the logits of the remaining rows to all rows: a row that has left gets those of the first row.
 
-        If those are numbers: a search would take NaN for the best of all hypotheses, a finished input's own included.
+        If these are not finite it gets 0: a search would take NaN for the best hypothesis, even of a finished input.
         """
         if self._rows is None:
             return logits
         spread = logits.index_select(0, self._numbers)
         if not bool(logits[0].max().isfinite()):
-            gone = torch.ones_like(self._ended)  # by row: it has left
+            gone = torch.ones_like(self._ended)  # by row: whether it has left
             gone[self._rows] = False
             spread[gone] = 0.0
         return spread
 
     def translate(self, index: Tensor) -> Tensor:
-        """A reorder of all rows, for the rows that are still there."""
+        """Translates a reorder of all rows into one of the remaining rows."""
         if self._rows is None:
             return index
         if self._translated is None or self._translated[0] is not index:
-            # One object for all layers: that is how `Beams` knows that it is one reorder.
+            # All layers get the same object, by which `Beams` recognizes that it is one reorder.
             self._translated = index, self._numbers[index.long()[self._rows]]
         return self._translated[1]
 
@@ -140,7 +140,7 @@ class BatchCompaction:
         return value
 
     def _has_rows(self, name: str, value: Any) -> bool:
-        """Whether it is known how an input of the model has to be cut when rows leave."""
+        """Whether it is known how to slice a model input when rows leave."""
         rows = self._numbers.shape[0]
         if isinstance(value, Tensor):
             axis = axis_of_rows(name, value)

@@ -1,7 +1,7 @@
-"""How a call of `generate` runs that is made to let its inputs enter slots: up to its decoding loop.
+"""Describes how a call of `generate` enters slots: it runs up to its decoding loop.
 
-Its prompt may begin with positions whose K and V are known, and is prefilled in chunks where others wait meanwhile.
-Where a model has a `generate` of its own, that calls the library's, the inner call may be run elsewhere.
+Its prompt may begin with a prefix whose K and V are known, and is prefilled in chunks while others wait. If a model has
+its own `generate`, which calls the library's, the inner call may run elsewhere.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Entering:
     """A call whose inputs enter slots.
 
     Attributes:
-        take: gets the call behind its prefill, a `Decoding`. It raises CannotBeCaptured for one that is to run as ever.
-        find: gives K and V of the first positions of a prompt, layer by layer, [1, heads, positions, dim], which may be
-            none; None where none are known.
-        chunk: tokens of a prefill at a time, of all rows together; None for all.
-        between: is called between two chunks.
-        sources: that have been encoded; None if all are to be.
-        may_know: whether something may be known of the model, as it is in the call, or be kept of it.
+        take: receives the call, a `Decoding`, after its prefill. Raises CannotBeCaptured if the call must run as usual.
+        find: returns K and V of the prompt's first positions, layer by layer, [1, heads, positions, dim], or an empty
+            sequence; None if none are known.
+        chunk: tokens of all rows together in a chunk of the prefill; None for no chunks.
+        between: called between two chunks.
+        sources: encoder outputs that may be reused; None to encode all sources.
+        may_know: whether anything kept of the model may be used, and anything kept, in its state in the call.
     """
 
     take: Callable[[Any], None]
@@ -46,7 +46,7 @@ class Entering:
     _beginning: Sequence[Pair] = ()
 
     def serves(self, model: Any, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> bool:
-        """Whether there is something to do besides the library's prefill, and the model allows it."""
+        """Whether `prefill` differs from the library's prefill, and the model allows that."""
         if self.find is not None and self.may_know(model):
             self._beginning = self.find()
         is_long = self.chunk is not None and ids.numel() > self.chunk
@@ -54,22 +54,22 @@ class Entering:
         return asks and reads_tokens_alone(model, ids, model_kwargs)
 
     def sources_of(self, model: Any) -> Sources | None:
-        """Those of a model as it is; None where there is to be none."""
+        """Returns the encoder outputs kept for the model in its present state; None if none may be used."""
         return self.sources if self.sources is not None and self.may_know(model) else None
 
     def prefill(self, store: ExchangedLayers, run: Prefill, ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-        """What the library's `_prefill` gives, which goes on behind what the cache holds."""
+        """Returns what the library's `_prefill` returns, which continues after the positions in the cache."""
         store.begin_with(self._beginning)
         rows, length = ids.shape
         step = length if self.chunk is None else max(self.chunk // rows, 1)
         cache = releases.cache_in(model_kwargs)
         columns = {name: value for name, value in model_kwargs.items() if isinstance(value, Tensor)}
-        # The library leaves a mask of ones out. It says how long the prompt is, of which the cache has the beginning.
+        # The library omits a mask of ones. It is needed for the length of the prompt, whose beginning is in the cache.
         columns.setdefault("attention_mask", torch.ones_like(ids))
         for end in range(cache.get_seq_length() + step, length, step):
             part = {name: value[:, :end] for name, value in columns.items()}
             if releases.cache_in(run(ids[:, :end], {**model_kwargs, **part})) is not cache:
-                break  # the last pass tells the caller, too
+                break  # the caller sees this from the last pass, too
             self.between()
         return run(ids, {**model_kwargs, **columns})
 
@@ -78,12 +78,12 @@ _current: ContextVar[Entering | None] = ContextVar("fastgen_entering", default=N
 
 
 def entering(how: Entering) -> AbstractContextManager[None]:
-    """In this context, calls of `generate` end behind their prefill."""
+    """A context in which calls of `generate` end after their prefill."""
     return patching.held(_current, how)
 
 
 def claimed() -> Entering | None:
-    """How the call that begins enters slots; None for others inside of the first one, made by code of the user's."""
+    """Returns how the call that begins enters slots; None for calls inside it, which user code makes."""
     how = _current.get()
     if how is None or how._is_claimed:
         return None
@@ -91,16 +91,17 @@ def claimed() -> Entering | None:
     return how
 
 
-# Runs a call of the library's `generate`: gets the model, the arguments by name, and what makes the call here.
+# Runs a call of the library's `generate`: takes the model, the arguments by name, and a function that makes the call
+# here.
 Elsewhere = Callable[[Any, dict[str, Any], Callable[[], Any]], Any]
 _elsewhere: ContextVar[Elsewhere | None] = ContextVar("fastgen_elsewhere", default=None)
 
 
 def running_elsewhere(how: Elsewhere | None) -> AbstractContextManager[None]:
-    """In this context, `how` gives what calls of the library's `generate` return; None: they run as ever."""
+    """A context in which `how` runs calls of the library's `generate`; with None, they run as usual."""
     return patching.held(_elsewhere, how)
 
 
 def elsewhere() -> Elsewhere | None:
-    """Who runs a call of the library's `generate` that begins here; None where it runs as ever."""
+    """Returns the function that runs a call of the library's `generate` beginning here; None if it runs as usual."""
     return _elsewhere.get()

@@ -1,6 +1,6 @@
-"""The two ways into a call: the hook around `GenerationMixin.generate`, and `fastgen.decode`, which needs no patch.
+"""The two entry points: the hook around `GenerationMixin.generate`, and `fastgen.decode`, which needs no patch.
 
-Both open a `Call`, and repeat it with the original code if it fails.
+Both open a `Call`, and repeat it with the original code if FastGen's part fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastgen.optimizer.transformers.prefill import mode_of_loop, prefill
 from fastgen.optimizer.transformers.speculation.assisted import OPTIONS, Request, taken_over
 from fastgen.releases import Usual
 
-# What a decoding loop calls of the model.
+# Methods of the model that a decoding loop calls.
 _HOOKED = {
     "_prefill": prefill,
     "prepare_inputs_for_generation": loop_hooks.prepare_inputs,
@@ -40,13 +40,13 @@ _HOOKED = {
 
 @interrupts.guarded
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `GenerationMixin.generate`."""
+    """Wraps `GenerationMixin.generate`."""
     original = wrapped
     if releases.has_former_names(kwargs):
         wrapped = patching.on_behalf(wrapped)
     if not patching.is_active():
         return wrapped(*args, **kwargs)
-    if kwargs.get("custom_generate") is decode:  # the loop that runs without, too
+    if kwargs.get("custom_generate") is decode:  # the patched loop runs anyway
         kwargs = {name: value for name, value in kwargs.items() if name != "custom_generate"}
     bound = patching.bound(original, args, kwargs)
     if bound is None:
@@ -72,25 +72,25 @@ def decode(
 ) -> Any:
     """FastGen's decoding loop, for `model.generate(..., custom_generate=fastgen.decode)`: it needs no patch.
 
-    `generate` calls it with what it has prepared, for greedy search and sampling, with beams or without. It works while
-    FastGen is disabled, by `fastgen.disable()` or FASTGEN_DISABLE=1; inside `fastgen.disabled()` the library's own loop
-    runs.
+    `generate` calls it with the prepared arguments, for greedy search and sampling, with or without beams. It works
+    even if FastGen is disabled by `fastgen.disable()` or FASTGEN_DISABLE=1; inside `fastgen.disabled()` the library's
+    own loop runs.
 
     Args:
-        model: of Transformers.
+        model: a Transformers model.
         input_ids: int64 [sequences, length], `num_beams` or `num_return_sequences` rows for each input.
-        logits_processor: the call's, the library's own among them.
-        stopping_criteria: likewise.
-        generation_config: what the options of the call come to.
-        streamer: by default the one that `generate` was given.
-        synced_gpus: likewise.
-        **model_kwargs: the model's inputs, the K/V cache and the encoder's output among them.
+        logits_processor: the call's logits processors, including the library's own.
+        stopping_criteria: the call's stopping criteria, including the library's own.
+        generation_config: the generation config that the options of the call yield.
+        streamer: by default the one given to `generate`.
+        synced_gpus: by default the value given to `generate`.
+        **model_kwargs: the model's inputs, including the KV cache and the encoder's output.
 
     Returns:
-        What the library's loop returns, a LongTensor [sequences, length] or a ModelOutput.
+        What the library's loop returns: a LongTensor [sequences, length] or a ModelOutput.
 
     Raises:
-        FallbackError: in strict mode, where the library's loop would run.
+        FallbackError: in strict mode, if the library's loop would run.
         ValueError: the library has no loop for such a call.
     """
     given = _given_to_generate(model)
@@ -123,10 +123,11 @@ class _Criteria(StoppingCriteriaList):
 
 @contextlib.contextmanager
 def _with_hooks(model: Any, arguments: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """What stands for the model and the arguments of a decoding loop inside this block, with hooks.
+    """Yields replacements, with hooks, of the model and the arguments of a decoding loop for the length of this block.
 
-    That is themselves where the library's classes have the hooks. In the objects of one call, no other call meets them;
-    they are those that `patches` puts into the classes, but for those of single processors and of the encoder.
+    Yields the originals if the library's classes have the hooks. Otherwise, hooks go into objects of this call, which
+    no other call sees. They are the hooks that `patches` puts into classes, except those of single processors and of
+    the encoder.
     """
     if patching.is_active():
         yield model, arguments
@@ -140,8 +141,8 @@ def _with_hooks(model: Any, arguments: dict[str, Any]) -> Iterator[tuple[Any, di
 
 
 def _given_to_generate(model: Any) -> dict[str, Any]:
-    """The variables of the library's `generate` that calls `decode`: it does not hand on the streamer, an assistant,
-    nor what it was given as a cache. None of them where others call it.
+    """Returns the local variables of the library's `generate` that calls `decode`: it does not pass on the streamer, an
+    assistant, or the cache that it was given. Returns {} if another caller calls `decode`.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
     while frame.f_back is not None and frame.f_code is not code:
@@ -151,9 +152,9 @@ def _given_to_generate(model: Any) -> dict[str, Any]:
 
 
 def _librarys_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Callable[[], Any]:
-    """The call on the library's own loop.
+    """Returns the call of the library's own loop.
 
-    Raises ValueError if there is none, or for other arguments than it takes, which `generate` says only without
+    Raises ValueError if there is none, or if it does not take these arguments, which `generate` checks only without
     `decode`.
     """
     config, assistant = arguments["generation_config"], given.get("assistant_model")
@@ -169,7 +170,7 @@ def _librarys_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any])
 
 
 def _run_loop(model: Any, with_hooks: Any, **arguments: Any) -> Any:
-    """The loop of a call that drafts nothing by itself, on FastGen where that is active."""
+    """Runs the loop of a call without the library's own drafting; on FastGen if that is active."""
     name = "_beam_search" if arguments["generation_config"].num_beams > 1 else "_sample"
     function = inspect.getattr_static(type(model), name)
     own = patching.original_of(function) or function
@@ -177,7 +178,7 @@ def _run_loop(model: Any, with_hooks: Any, **arguments: Any) -> Any:
 
 
 def _decide_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> _Attempt | None:
-    """The call of `decode` to be accelerated; None, and the reason is counted, if the library's loop runs."""
+    """Returns the call of `decode` to accelerate; None, after counting the reason, if the library's loop runs."""
     of_draft = {"inputs": given.get("inputs_tensor"), "assistant_model": given.get("assistant_model")}
     asked = {name: value for name, value in arguments.items() if name in (*user_code.ARGUMENTS, "generation_config")}
     draft, plain = taken_over(model, {**asked, **of_draft})
@@ -194,12 +195,12 @@ def _decide_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -
 def _attempted(
     model: Any, decide: Callable[[], _Attempt | None], wrapped: Callable[..., Any], original: Callable[[], Any]
 ) -> Any:
-    """The call that `decide` returns.
+    """Runs the call that `decide` returns.
 
     Args:
-        decide: looks at the call, and changes nothing; None where it goes to the original code.
-        wrapped: runs a call of these arguments, on the original code where FastGen is suspended.
-        original: the call on the original code.
+        decide: examines the call without changing anything; returns None if it falls back to the original code.
+        wrapped: runs a call with given arguments; on the original code while FastGen is suspended.
+        original: runs the call on the original code.
     """
     attempt, failed = None, None
     try:
@@ -220,7 +221,7 @@ def _attempted(
 
 
 def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:
-    """The call to be accelerated; None, and the reason is counted, if it goes to the original code."""
+    """Returns the call to accelerate; None, after counting the reason, if it falls back to the original code."""
     draft, arguments = taken_over(model, arguments)
     reason = _unsupported(model, arguments)
     if reason is not None:
@@ -232,7 +233,7 @@ def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:
 
 
 def _report(model: Any, failure: Exception) -> None:
-    """An accelerated call has failed, and was repeated with the original code. Raises FallbackError in strict mode."""
+    """Reports that an accelerated call failed and was repeated with the original code; FallbackError in strict mode."""
     reason = releases.note_failure(model, failure)
     if reason is None:
         counters.count_failure(ENTRY_POINT, failure)
@@ -241,7 +242,7 @@ def _report(model: Any, failure: Exception) -> None:
 
 
 def _accelerated(wrapped: Any, attempt: _Attempt) -> Any:
-    """The call, with the original code should it fail. What it takes of memory is free when this returns."""
+    """Runs the call, with the original code if it fails. The memory that it takes is free when this returns."""
     call = attempt.call
     with ExitStack() as context:
         try:
@@ -263,9 +264,9 @@ def _accelerated(wrapped: Any, attempt: _Attempt) -> Any:
 
 
 def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
-    """Why this call is not accelerated, as far as can be told before it starts."""
+    """Returns why this call is not accelerated, as far as can be told before it starts; None if it may be."""
     option = Request(model, arguments).option
-    # With several beams the library warns that it does not draft, and searches as without.
+    # With several beams, the library warns that it does not draft, and runs a plain search.
     if (option("num_beams") or 1) <= 1 and any(map(option, OPTIONS)):
         return Usual("assisted decoding")
     if option("custom_generate"):
@@ -278,17 +279,17 @@ def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
 
 
 class _Attempt:
-    """An accelerated call, and all that is needed to do it over with the original code."""
+    """An accelerated call, and what is needed to repeat it with the original code."""
 
     def __init__(self, call: Call, arguments: dict[str, Any]) -> None:
         self.call = call
         self._original = arguments
         self._random_state = RandomState(call.model.device)
-        # Not the streamer's: what it was fed cannot be taken back, and is left out the second time instead.
+        # Not the streamer's: its output cannot be taken back, and is skipped in the repetition instead.
         given = [arguments.get(name) for name in user_code.ARGUMENTS if name != "streamer"]
         parts = [part for value in given for part in (value if isinstance(value, (list, tuple)) else [value])]
         self._user_state = user_code.SavedState(part for part in parts if part is not None)
-        # `generate` repeats in place what encoders have made, and adds to it.
+        # `generate` repeats encoder outputs in place, and adds to them.
         encoded = arguments.get(releases.ENCODED)
         outputs = [arguments.get("encoder_outputs"), encoded, *(encoded.values() if isinstance(encoded, dict) else ())]
         self._encoded = [(each, dict(each)) for each in outputs if isinstance(each, dict)]
@@ -298,22 +299,22 @@ class _Attempt:
             self._streamer = self.arguments["streamer"] = user_code.Streamer(arguments["streamer"], call.users_errors)
 
     def may_be_ours(self, error: Exception) -> bool:
-        """Whether the original code might not have raised `error`, which ended an accelerated call."""
+        """Whether `error`, which ended an accelerated call, may not occur in the original code."""
         if not (self.call.has_intervened or self.call.has_failed):
             return False
         if isinstance(error, FallbackError) or self.call.users_errors.caused(error):
             return False
         if isinstance(error, torch.OutOfMemoryError):
-            # The original code needs more memory, not less; but it does not keep the steps of other calls.
+            # The original code needs more memory, not less, but does not keep the captured steps of other calls.
             return caches.free_captured_steps()
         return True
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:
-        """The call with the original code, from the same state. What was streamed is not streamed again.
+        """Runs the call with the original code, from the same state. Streamed tokens are not streamed again.
 
         Raises:
             FallbackError: in strict mode, from `failure`.
-            Exception: what the original code raises; then the call itself was at fault, and nothing is reported.
+            Exception: what the original code raises; the call itself was then at fault, and nothing is reported.
         """
         self._random_state.restore()
         self._user_state.restore()

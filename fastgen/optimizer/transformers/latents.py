@@ -1,7 +1,7 @@
-"""Multi-head latent attention: heads that make their K and V of one vector a position, which is what the cache holds.
+"""Multi-head latent attention: all heads derive their K and V from one vector per position, which the cache holds.
 
-The library makes K and V of all positions in each step. Here, views stand for them, of which attention reads what is
-stored (`decoding.kv.view.of_latents`).
+The library computes K and V of all positions in each step. Here, views replace them, and attention reads the latents
+(`decoding.kv.view.of_latents`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastgen.decoding.modules import is_plain
 
 
 def expand_kv(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `expand_kv(kv_nope, k_rot)`, which gives K and V."""
+    """Wraps `expand_kv(kv_nope, k_rot)`, which returns K and V."""
     layer = module.kv_b_proj
     if kwargs or len(args) != 2 or not all(isinstance(each, KVView) for each in args) or layer.bias is not None:
         return wrapped(*args, **kwargs)
@@ -29,7 +29,7 @@ def expand_kv(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _is_a_product(layer: nn.Module) -> bool:
-    """Whether a layer does nothing but multiply with its weight: nobody else has put something in its place."""
+    """Whether a layer only multiplies by its weight, and no third-party code replaces it."""
     own = vars(layer).get("forward")
     is_plain_or_ours = own is None or isinstance(own, Replacement)
     return type(layer) is nn.Linear and is_plain_or_ours and library_code.is_own(nn.Linear.forward)

@@ -1,6 +1,4 @@
-"""Logits processors that run in place: the n-gram ones and top-p on FastGen's operators, and those that wait for a
-length.
-"""
+"""Logits processors that work in place: n-gram processors and top-p, on FastGen's operators, and minimum lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ ENCODER_TOKENS = "_fastgen_encoder_tokens"
 
 
 def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Wrapper of `__call__(input_ids, scores)` of both n-gram processors."""
+    """Wraps `__call__(input_ids, scores)` of both n-gram processors."""
     if not patching.is_active():
         return wrapped(*args, **kwargs)
     found = counters.decided(_ENTRY_POINT, _ngrams, processor, args, kwargs)
@@ -38,8 +36,8 @@ def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs:
 
 
 def _ngrams(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Tokens, scores to write into, size and context of an n-gram processor; None, and why is counted, if it is left
-    to the original code.
+    """Returns tokens, scores to write into, size and context of an n-gram processor; None, after counting the reason,
+    if it falls back to the original code.
     """
     input_ids, scores = _arguments(*args, **kwargs)
     context, reason = None, _unsupported(input_ids, scores)
@@ -49,15 +47,15 @@ def _ngrams(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if reason is not None:
         counters.count_fallback(_ENTRY_POINT, reason)
         return None
-    # A processor must not change its input, unless nobody else holds it.
+    # A processor must not change its input unless nobody else holds it.
     scores = scores if _are_private() else scores.clone()
-    # A size beyond that of the operator's numbers bans no more than one beyond the tokens: nothing.
+    # Any size longer than the sequence bans nothing, so it may be clamped to what the operator's integers hold.
     size = min(operator.index(processor.ngram_size), input_ids.shape[1] + 2)
     return input_ids, scores, size, context if context is None else context.to(input_ids.dtype)
 
 
 def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `EncoderNoRepeatNGramLogitsProcessor.__init__`: keeps the tokens besides the original's table."""
+    """Wraps `EncoderNoRepeatNGramLogitsProcessor.__init__`: keeps the tokens besides the original's table."""
     wrapped(*args, **kwargs)
     tokens = kwargs.get("encoder_input_ids", args[-1] if args else None)
     if isinstance(tokens, torch.Tensor):
@@ -65,28 +63,28 @@ def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...],
 
 
 def min_length(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Wrapper of `__call__(input_ids, scores)` of the processors that ban the end up to a length.
+    """Wraps `__call__(input_ids, scores)` of the processors that ban end tokens up to a length.
 
-    The original copies all scores twice, whether the end is banned or not.
+    The original copies all scores twice, whether it bans the end or not.
     """
     is_ours = patching.is_active() and _are_private()
     found = counters.decided(_MIN_LENGTH, _banned, processor, args, kwargs) if is_ours else None
     if found is None:
         return wrapped(*args, **kwargs)
     scores, ends = found
-    # One column after the other: indexing with a tensor takes longer than the original's copies of small scores.
+    # Column by column: indexing with a tensor takes longer than the original's copies if scores are small.
     for end in ends:
         scores[..., end] = -float("inf")
     return scores
 
 
 def _banned(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, list[int]] | None:
-    """The scores, and the columns of them that are banned now; None if that is left to the original code."""
+    """Returns the scores, and the columns to ban now; None if the original code does it."""
     input_ids, scores = _arguments(*args, **kwargs)
     ends = processor.eos_token_id
     if (
         not isinstance(ends, torch.Tensor)
-        or scores.device.type != "cpu"  # elsewhere, looking at the tokens would wait for the device
+        or scores.device.type != "cpu"  # on other devices, reading the tokens would synchronize
         or (scores.requires_grad and torch.is_grad_enabled())
     ):
         return None
@@ -100,7 +98,7 @@ def _banned(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def top_p(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Wrapper of `TopPLogitsWarper.__call__(input_ids, scores)`."""
+    """Wraps `TopPLogitsWarper.__call__(input_ids, scores)`."""
     call = Call.current() if patching.is_active() else None
     scores = None if call is None else counters.decided(_TOP_P, _sorted_fast, processor, args, kwargs)
     if call is None or scores is None:
@@ -113,7 +111,7 @@ def top_p(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _sorted_fast(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The scores, where the operator serves them; None where the original code does."""
+    """Returns the scores if the operator serves them; None for the original code."""
     _, scores = _arguments(*args, **kwargs)
     return scores if isinstance(scores, torch.Tensor) and sort_rows.serves(scores) else None
 

@@ -1,7 +1,7 @@
 """The decoding loops with a captured step: the hooks around `GenerationMixin._beam_search` and `_sample`.
 
-On a GPU and on the CPU, where `_check_on_cpu` says what is left out. What is not supported, or turns out not to be
-capturable in the first steps, goes on with the library's loop, from the prefill that has been made already.
+They serve GPUs, and the CPU except for the calls that `_check_on_cpu` excludes. A call that is not supported, or whose
+first steps turn out not to be capturable, continues with the library's loop, from the prefill that has been made.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from fastgen.optimizer.transformers.speculation.drafts import Draft, draft_for
 
 ENTRY_POINT = counters.CAPTURED_STEP
 
-# A call of fewer steps is over before a capture has paid.
+# A call of fewer steps ends before a capture has paid.
 MIN_STEPS = 8
 
-# Beyond so many rows the hooks save more than a captured step if rows times the size of the weights exceed the second:
-# there finished inputs leave the batch.
+# Beyond this many rows, hooks save more than a captured step if rows times the size of the weights exceed the second
+# value: with hooks, finished inputs leave the batch.
 _MOST_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 2**24
-# What is not kept of every step.
+# Outputs that captured steps do not keep.
 _NOT_KEPT = ("output_attentions", "output_hidden_states")
 
 
@@ -69,8 +69,8 @@ def _without_gradients() -> Iterator[None]:
 
 
 def _behind_prefill(loop: Any, call: Call) -> Any:
-    """A loop, behind the prefill of its call, if that has been made: another thread may take the hooks out meanwhile.
-    Somebody may have put another loop around the library's, which gets the model itself.
+    """Binds the library's loop to a model with a hooked `_prefill` if the call's prefill has been made: another thread
+    may remove the hooks meanwhile. A loop that somebody has put around the library's gets the model itself.
     """
     if call.prefilled is None or type(loop) is not MethodType or not library_code.is_own(loop.__func__):
         return loop
@@ -78,7 +78,7 @@ def _behind_prefill(loop: Any, call: Call) -> Any:
 
 
 def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `GenerationMixin._beam_search` and `_sample`."""
+    """Wraps `GenerationMixin._beam_search` and `_sample`."""
     call = Call.current(model)
     if call is None or call.declined or call.accelerated or not patching.is_active():
         return wrapped(*args, **kwargs)
@@ -94,7 +94,8 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         return _captured(call, wrapped, arguments, model_kwargs)
     except CannotBeCaptured as found:
-        # The library's loop is not run here: what it raises would show this, and this holds what has been tried.
+        # The library's loop does not run inside this handler: its exceptions would show this one as their context, and
+        # this one holds what has been tried.
         reason, is_unexpected = str(found), isinstance(found, Unexpected)
         note = found.note if isinstance(found, DoesNotPay) else None
     counters.count_not_used(ENTRY_POINT, reason)
@@ -110,7 +111,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _captured(call: Call, wrapped: Any, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> Any:
-    """The call with a captured step, from its prefill on; on the library's loop if the prefill is not accelerated."""
+    """Runs the call with a captured step; with the library's loop if the prefill turns out not accelerated."""
     model, config = call.model, arguments["generation_config"]
     with call.decides():
         draft = draft_for(call, config)
@@ -122,23 +123,23 @@ def _captured(call: Call, wrapped: Any, arguments: dict[str, Any], model_kwargs:
     call.prefilled = prefill(model._prefill, model, given, {})
     if not call.accelerated:
         return _behind_prefill(wrapped, call)(**arguments, **model_kwargs)
-    # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
-    # The library's loop without beams has the experts of a model as they are best for steps. The others wait for
-    # the device in float32, so that a step with beams could not be captured.
+    # Buffers outlive the call: if made in inference mode, they could not be written to in a call without it.
+    # The library's loop without beams sets up a model's experts for decoding; the other setup waits for the device in
+    # float32, so that a step with beams could not be captured.
     experts = model._optimize_model_for_decode()
     ready = contextlib.nullcontext() if draft is None else draft.ready()
     with ready, graph.taken(model.device), experts, torch._C._InferenceMode(False), _without_gradients():
         result = _run(call, arguments, model_kwargs, draft)
     call.prefilled = None
     if config.compile_config is not None and config.num_beams == 1:
-        # The library's loops without beams would compile the model, or say that they do not.
+        # The library's loops without beams would compile the model here, or warn that they do not.
         model._valid_auto_compile_criteria(model_kwargs, config)
     counters.count_accelerated(ENTRY_POINT)
     return result
 
 
 def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft | None) -> Any:
-    """The call with a captured step, with one that checks what is drafted where something drafts."""
+    """Runs the call with a captured step; with one that verifies drafts if something drafts."""
     if draft is not None:
         try:
             result = SpeculativeDecoding(call, arguments, model_kwargs, draft).run()
@@ -155,7 +156,7 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], dr
 
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
-    """Raises `CannotBeCaptured` if it is known before the prefill that a captured step does not serve."""
+    """Raises `CannotBeCaptured` if it is known before the prefill that a captured step does not serve the call."""
     config, criteria = arguments["generation_config"], arguments["stopping_criteria"]
     _check_model(call.model)
     for name in _NOT_KEPT if config.return_dict_in_generate else ():
@@ -166,14 +167,14 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     if arguments.get("streamer") is not None and call.entering is None:
         _check_streamer(arguments)
     if config.num_beams < 1:
-        raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
+        raise CannotBeCaptured("no beams")  # the library's loop raises the proper error
     if config.num_beams > 1 and config._eos_token_tensor is not None and not len(config._eos_token_tensor):
-        raise CannotBeCaptured("a list of no end tokens")  # which it may take the first of
+        raise CannotBeCaptured("a list of no end tokens")  # it may be indexed at 0
     _check_weights(call.model)
     if call.model.device.type == "cpu":
         _check_on_cpu(call.model, arguments["input_ids"])
     for criterion in criteria:
-        # With such an attribute the library fills up the sequences that any criterion has ended.
+        # If a criterion has this attribute, the library pads the sequences that any criterion has ended.
         if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
             raise CannotBeCaptured(f"the stopping criterion {criterion.__class__.__name__}")
     if not isinstance(config.max_length, int):
@@ -181,7 +182,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     if may_begin_again(call.model, arguments["input_ids"].shape[1], config.max_length):
         raise CannotBeCaptured("frequencies of positions that change where the sequence gets long")
     if config.low_memory:
-        raise CannotBeCaptured("low_memory")  # the library's beam search says that there is none
+        raise CannotBeCaptured("low_memory")  # the library's beam search warns that it is gone
     lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
@@ -203,14 +204,14 @@ def _check_model(model: Any) -> None:
     if has_growing_frequencies(model):
         raise CannotBeCaptured("frequencies of positions that depend on the longest sequence so far")
     if torch.is_autocast_enabled(model.device.type):
-        # It keeps copies of weights until its end, which a graph would go on reading.
+        # It keeps copies of weights only until it ends; a graph would go on reading them.
         raise CannotBeCaptured("autocast")
     if model.dtype not in operators.KERNEL_TYPES:
         raise CannotBeCaptured(f"a model in {model.dtype}")
 
 
 def _check_inputs(model: Any, rows: int, model_kwargs: dict[str, Any]) -> None:
-    """Raises `CannotBeCaptured` for inputs of the model of which it is not known what they are in each step."""
+    """Raises `CannotBeCaptured` for model inputs whose value in each step is unknown."""
     ignored = releases.read_in_prefill().union(unread_inputs(model))
     for name, value in model_kwargs.items():
         if name in ignored:
@@ -224,29 +225,29 @@ def _check_inputs(model: Any, rows: int, model_kwargs: dict[str, Any]) -> None:
 
 
 def _check_users_cache(call: Call, config: Any, cache: Any) -> None:
-    """Raises `CannotBeCaptured` for a cache that is passed in from which it is not known what a step reads."""
+    """Raises `CannotBeCaptured` for a cache passed in if it is unknown what a step reads from it."""
     if call.entering is not None:
         raise CannotBeCaptured("a cache that is passed in")
     window = getattr(text_config(call.model.config), "sliding_window", None)
-    if window is not None and config.max_length > window and not has_windows(cache):  # in masks alone
+    if window is not None and config.max_length > window and not has_windows(cache):  # only masks apply the window
         raise CannotBeCaptured("a cache that is passed in without the model's sliding window")
 
 
 def _check_streamer(arguments: dict[str, Any]) -> None:
-    """Raises `CannotBeCaptured` where the user's criteria would not come behind the streamer, as in older releases."""
+    """Raises `CannotBeCaptured` if the library's loop streams a token before the user's criteria see it."""
     if user_code.has_own(arguments["stopping_criteria"]) and not releases.streams_behind_criteria():
         raise CannotBeCaptured("a streamer that comes before criteria")
 
 
 def _check_without_draft(call: Call, arguments: dict[str, Any]) -> None:
-    """Raises `CannotBeCaptured` for what is served only where tokens are drafted."""
+    """Raises `CannotBeCaptured` for calls that captured steps serve only with drafts."""
     is_streamed = arguments.get("streamer") is not None
     if is_streamed and arguments["generation_config"].do_sample and not graph.is_recorded(call.model.device):
-        raise CannotBeCaptured("a streamer of samples")  # should a capture fail, the library's loop draws others
+        raise CannotBeCaptured("a streamer of samples")  # if a capture fails, the library's loop draws others
 
 
 def _check_weights(model: Any) -> None:
-    """Raises `CannotBeCaptured` where the weights that are multiplied with go when the call ends."""
+    """Raises `CannotBeCaptured` if the copies of weights that a step multiplies by are freed after the call."""
     now = settings.current()
     if now.weight_dtype == "fp32" or now.packed_weights == "keep":
         return
@@ -256,21 +257,21 @@ def _check_weights(model: Any) -> None:
 
 
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
-    """Raises `CannotBeCaptured` where the library's loop is faster on the CPU."""
+    """Raises `CannotBeCaptured` if the library's loop is faster on the CPU."""
     rows = tokens.shape[0]
     if rows > _MOST_ROWS_ON_CPU and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
         raise CannotBeCaptured(f"more than {_MOST_ROWS_ON_CPU} sequences in a model with large weights, on the CPU")
 
 
 def _size_of_weights(model: Any) -> float:
-    """The mean size of a weight matrix, each counted by its elements: so small ones hardly count."""
+    """Returns the mean size of the weight matrices, weighted by size, so that small ones hardly count."""
     sizes = [weight.numel() for weight in model.parameters() if weight.dim() == 2]
     return sum(size * size for size in sizes) / max(sum(sizes), 1)
 
 
 def _is_known(name: str, value: Any) -> bool:
     if isinstance(value, Tensor):
-        if name == "inputs_embeds":  # the prompt's
+        if name == "inputs_embeds":  # of the prompt
             return value.dim() == 3
         return name in (*MASKS, *POSITIONS, *TOKEN_TYPES) and value.dim() == axis_of_rows(name, value) + 2
     if isinstance(value, ModelOutput):

@@ -1,4 +1,4 @@
-"""The hooks into the parts of the library's decoding loops: they let finished inputs leave, and replace the logits."""
+"""Hooks in the library's decoding loops: they let finished inputs leave the batch, and replace the logits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.models import reads_padding
 
-# What finished inputs leave by. Models with their own may pass on, or read, anything.
+# The methods through which finished inputs leave. A model that overrides them may pass on, or read, anything.
 _HOOKED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# The loops are looked at before a call is accelerated. These are the parts of them that see all rows.
+# The parts of the loops that see all rows. The loops themselves are checked before a call is accelerated.
 _SEARCH = (
     "_get_logits_processor",
     "_get_stopping_criteria",
@@ -31,14 +31,14 @@ _SEARCH = (
 
 
 class HookedModel(wrapt.CallableObjectProxy):
-    """A model, for a loop of the library's to call: these of its methods have hooks, whatever its class has."""
+    """A model for one of the library's loops: some of its methods have hooks, whatever its class has."""
 
     def __init__(self, model: Any, hooks: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(model)
         self._self_hooks = hooks
 
     @property
-    def __call__(self) -> Any:  # one that the user has set on the model, too
+    def __call__(self) -> Any:  # also one that the user has set on the model
         return self.__wrapped__.__call__
 
     def __getattr__(self, name: str) -> Any:
@@ -52,8 +52,8 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
     kind, librarys = type(call.model), vars(GenerationMixin)
     return (
         batch > 1
-        and config.eos_token_id is not None  # nothing ends before all do
-        and call.model.device.type == "cpu"  # elsewhere, looking at what has finished would wait for the device
+        and config.eos_token_id is not None  # otherwise, all inputs end together
+        and call.model.device.type == "cpu"  # on other devices, reading which inputs have finished would synchronize
         and reads_padding(call.model, config)
         and not call.runs_user_code
         and not config.return_dict_in_generate
@@ -69,8 +69,8 @@ def _compaction(call: Call | None) -> BatchCompaction | None:
 
 
 def prepare_inputs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `GenerationMixin.prepare_inputs_for_generation`, which gives the inputs of the next step."""
-    if releases.has_former_names(kwargs):  # of a model's own, which calls this one
+    """Wraps `GenerationMixin.prepare_inputs_for_generation`, which returns the inputs of the next step."""
+    if releases.has_former_names(kwargs):  # given by a model's own method, which calls this one
         wrapped = patching.on_behalf(wrapped)
     inputs = wrapped(*args, **kwargs)
     compaction = _compaction(Call.current(model))
@@ -78,7 +78,7 @@ def prepare_inputs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def update_kwargs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `GenerationMixin._update_model_kwargs_for_generation(outputs, ...)`, called after each step."""
+    """Wraps `GenerationMixin._update_model_kwargs_for_generation(outputs, ...)`, called after each step."""
     call = Call.current(model)
     if call is not None and call.accelerated and patching.is_active():
         outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
@@ -88,17 +88,17 @@ def update_kwargs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def stopping_criteria(wrapped: Any, criteria: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Wrapper of `StoppingCriteriaList.__call__`."""
+    """Wraps `StoppingCriteriaList.__call__`."""
     done = wrapped(*args, **kwargs)
     call = Call.current()
     compaction = _compaction(call)
     if call is not None and compaction is not None and not compaction.note_criteria(criteria, done):
-        call.compaction = None  # from the first step on, before anything has left
+        call.compaction = None  # happens in the first step, before anything has left
     return done
 
 
 def early_stop(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Wrapper of `GenerationMixin._check_early_stop_heuristic`, which ends each step of a beam search."""
+    """Wraps `GenerationMixin._check_early_stop_heuristic`, which ends each step of a beam search."""
     may_improve = wrapped(*args, **kwargs)
     compaction = _compaction(Call.current())
     if compaction is not None and {"is_sent_finished", "beam_scores", "early_stopping"} <= kwargs.keys():

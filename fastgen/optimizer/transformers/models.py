@@ -1,4 +1,4 @@
-"""What is known of models: which are accelerated, whose rows depend on each other, which have captured steps."""
+"""Facts about models: which are accelerated, whose rows depend on each other, which have captured steps."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from fastgen.decoding.modules import modules_of
 from fastgen.optimizer.transformers import states
 from fastgen.releases import Usual
 
-# Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
+# Rotary embeddings of these types have frequencies that depend on the longest row of the batch.
 _ADAPTIVE_ROPE = ("dynamic", "longrope")
 _ROPE = frozenset({"rope_type", "rope_parameters", "rope_scaling"})
-# With this, rows compete for the places of an expert.
+# With this option, rows compete for the capacity of an expert.
 _EXPERT_CAPACITY = "moe_eval_capacity_token_fraction"
 _COUPLING = _ROPE | {_EXPERT_CAPACITY}
 _HOOKED = Usual("forward hooks are registered on the model")
 _BY_ROW = Usual("hooks of peft give each row an adapter of its own")
-# Kinds of adapters, by the package of peft that they are in, with which a layer gives for a token what it gives for it
-# alone. Lily mixes experts by the mean of all tokens of a batch, PVeRA may draw.
+# Adapter methods, named by their package in peft, whose layers compute each token independently. Not among them: Lily
+# mixes experts by the mean of all tokens of a batch, and PVeRA may sample.
 ADAPTERS = frozenset(
     "adalora adamss adaption_prompt beft boft bone c3a deft delora fourierft frod glora gralora hira hra ia3 ln_tuning "
     "loha lokr lora miss oft osf peanut psoft randlora road shira supertuning tinylora trainable_tokens unilora vblora "
     "vera waveft".split()
 )
-# Inputs that say of each token what it stands for. A step gets those of the last one: what is generated is text.
+# Inputs that give the type of each token. A step gets the type of the last token, because generated tokens are text.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
-# looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
-# run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
+# The library does not run these with a static cache, because they read its length on the host, or because nobody has
+# checked them yet. In a captured step the host knows the length (`SymbolicLength`). Any other model that the library
+# excludes may compute positions from the number of keys, which is the buffers' capacity: GPT-Neo does.
 _CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
@@ -87,8 +87,8 @@ _CAPTURABLE = frozenset(
         "xlm_roberta.modeling_xlm_roberta.XLMRobertaForCausalLM",
     )
 )
-# Of these, the tokens of an input are known not to depend on the others of a batch: those that are made of two, what is
-# inside of them, and those that read sounds.
+# Classes whose tokens for an input are known not to depend on the other inputs of a batch: composites of two models,
+# their parts, and models that read audio.
 _INDEPENDENT = frozenset(
     """
     BertLMHeadModel CamembertForCausalLM ElectraForCausalLM EncoderDecoderModel GPT2LMHeadModel MBartForCausalLM
@@ -97,12 +97,12 @@ _INDEPENDENT = frozenset(
     SpeechEncoderDecoderModel SpeechT5ForSpeechToText TrOCRForCausalLM VisionEncoderDecoderModel XLMRobertaForCausalLM
     """.split()
 )
-# It is no model with an encoder to `generate`, and has what one gives nevertheless: the inputs below, whose K and V it
-# stores beside its own in a cache that it makes itself.
+# `generate` treats this class as decoder-only, but it takes an encoder's output, as the inputs below, and stores its K
+# and V beside its own in a cache that it makes itself.
 _READS_STATES = "transformers.models.blip.modeling_blip_text.BlipTextLMHeadModel"
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
-# These count positions from the length of the cache; and some of them in a pass, where a padding token has none. Behind
-# one, those of a verify would be others than those of steps.
+# These count positions from the cache length, and some of them from the non-padding tokens of a pass. After a padding
+# token, the positions of a verify would differ from those of single steps.
 _COUNTING = frozenset(
     """
     BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM ElectraForCausalLM RobertaForCausalLM
@@ -113,15 +113,15 @@ _COUNTING = frozenset(
 # With the hooks of captured/prophetnet.py.
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
 _PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
-# The decoder attends to all of the source, whatever mask `generate` is given: Whisper's counts the frames of a
-# recording, and what reads pictures may be given one of their parts.
+# The decoder attends to the whole source, whatever mask `generate` is given: Whisper's mask counts the frames of a
+# recording, and an image model may be given a mask of image patches.
 _SOURCE_WITHOUT_MASK = frozenset(
     (
         "transformers.models.vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
         "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration",
     )
 )
-# Inputs that the library hands to steps, which do not read them: Qwen2-Audio reads this one with a sound alone.
+# Inputs that the library passes to steps, which do not read them. Qwen2-Audio reads this one only together with audio.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
     "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
@@ -131,21 +131,21 @@ _UNREAD = {
 
 
 def masks_source(model: Any) -> bool:
-    """Whether `attention_mask` says which positions of the source the decoder attends to."""
+    """Whether `attention_mask` determines which source positions the decoder attends to."""
     return _class_of(model) not in _SOURCE_WITHOUT_MASK
 
 
 def reads_states(model: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a model without encoder gets the states of one among its inputs, [rows, positions, width]."""
+    """Whether a model without an encoder gets an encoder's states as an input, [rows, positions, width]."""
     return _class_of(model) == _READS_STATES and isinstance(model_kwargs.get(STATES), Tensor)
 
 
 def mask_of_source(model: Any, mask: Tensor, encoded: Any) -> Tensor | None:
-    """Which positions of an encoder's output the decoder attends to, [inputs, positions]; None if nobody knows.
+    """Returns which positions of an encoder's output the decoder attends to, [inputs, positions]; None if unknown.
 
     Args:
-        mask: of what the encoder has read, [inputs, ...]: maybe of more positions, as of frames of a sound.
-        encoded: its output.
+        mask: mask of the encoder's input, [inputs, ...]; it may have more positions, such as frames of audio.
+        encoded: the encoder's output.
     """
     length, encoder = encoded[0].shape[1], model.get_encoder()
     if mask.shape[1:] == (length,):
@@ -161,20 +161,20 @@ def mask_of_source(model: Any, mask: Tensor, encoded: Any) -> Tensor | None:
 
 
 def axis_of_rows(name: str, value: Tensor) -> int:
-    """Which axis of an input of the model is its rows: positions in time, height and width have these in front."""
+    """Returns the axis of rows in a model input: it is not the first one for positions in time, height and width."""
     return 1 if name == "position_ids" and value.dim() == 3 else 0
 
 
 def notes_positions(model: Any) -> bool:
-    """Whether the prefill notes in the model where its steps are, for steps that are not given positions."""
+    """Whether the prefill stores the positions of later steps in the model, for steps that are not given positions."""
     return any(name in vars(part) for part in (model, model.base_model) for name in library_code.NOTED_BY_PREFILL)
 
 
 def unread_inputs(model: Any) -> tuple[str, ...]:
-    """Inputs of `generate` that the steps of a model do not read, whatever their shape is.
+    """Returns the inputs of `generate` that the model's steps do not read, whatever their shape is.
 
-    `Seq2SeqTrainer` gives the labels of a batch, too. The library's preparation of inputs leaves them out, also where
-    that of a model calls it.
+    `Seq2SeqTrainer` passes the labels of a batch, too. The library's preparation of inputs drops them, also if a
+    model's own preparation calls it.
     """
     unread: tuple[str, ...] = _UNREAD.get(_class_of(model), ())
     name = "prepare_inputs_for_generation"
@@ -184,7 +184,7 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _class_of(model: Any) -> str:
-    """The name of its class; of one that derives from a library's, and runs its code, that of the library's."""
+    """Returns the name of a model's class; for a subclass that runs a library class's code, the name of the latter."""
     own: type = type(model)
     kind = next(filter(library_code.is_own, own.__mro__), own)
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -195,7 +195,7 @@ def _short_name_of(model: Any) -> str:
 
 
 def unsupported(model: Any) -> str | None:
-    """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
+    """Returns why calls of this model are not accelerated, as far as the model alone tells; None if they are."""
     kind, unusual = type(model), torch_functions.unusual()
     if unusual is not None:
         return Usual(unusual)
@@ -207,7 +207,7 @@ def unsupported(model: Any) -> str | None:
     if _is_sharded(model):
         return Usual("a model sharded over processes")
     for method in ("_prefill", "_sample", "_beam_search"):
-        # Looked up without binding: a patched method is another object each time that it is bound.
+        # Looked up without binding: a patched method is a new object each time it is bound.
         own = inspect.getattr_static(kind, method, None)
         if own is None or own is not vars(GenerationMixin).get(method) or method in vars(model):
             return f"{kind.__name__} has a decoding loop of its own ({method})"
@@ -224,18 +224,18 @@ def unsupported(model: Any) -> str | None:
     if getattr(config, "cross_attention_layers", None):
         return "K and V of pictures in the cache of the text"  # Mllama
     if hasattr(model.base_model, "_cached_decode_position_ids"):
-        return "positions of steps that the model keeps from its prefill"  # GlmImage, a row for each sequence
+        return "positions of steps that the model keeps from its prefill"  # GlmImage, with a row for each sequence
     if getattr(config, "attention_chunk_size", None) is not None:
         return "chunked attention"
     if getattr(config, "keep_window_size", None) is not None:
-        return "attention that chooses among the values of the cache"  # Doge, which sees where the padding lies there
+        return "attention that chooses among the values of the cache"  # Doge, whose choice depends on padding
     if config._attn_implementation not in ("eager", "sdpa"):
         return Usual(f"attention implementation {config._attn_implementation}")
     return modules_unsupported(model)
 
 
 def why_no_drafts(model: Any) -> str | None:
-    """Why no draft can be verified, of which a part may be dropped; None where it can."""
+    """Returns why no draft can be verified, because rejected positions cannot be dropped; None if drafts can be."""
     if states.are_kept(model, text_config(model.config)):
         return "a model with states that cannot go back"
     if any(_short_name_of(part) in _COUNTING for part in parts_that_decode(model)):
@@ -244,8 +244,8 @@ def why_no_drafts(model: Any) -> str | None:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of what generates. The library copies that of a model with an encoder, where it is flat: in
-    each call, that would take longer than all else that is looked at.
+    """Returns the configuration of the part that generates. For an encoder-decoder model with a flat configuration, the
+    library makes a copy: in each call, that would take longer than all other checks.
     """
     is_flat = type(config).get_text_config is PreTrainedConfig.get_text_config and not any(
         getattr(config, name, None) is not None for name in ("decoder", "generator", "text_config")
@@ -254,19 +254,19 @@ def text_config(config: Any) -> Any:
 
 
 def takes_more_than_text(model: Any) -> bool:
-    """Whether a model without encoder reads pictures or sounds, too, in its prefill."""
+    """Whether the prefill of a model without an encoder may also read images or audio."""
     return not model.config.is_encoder_decoder and text_config(model.config) is not model.config
 
 
 def parts_that_decode(model: Any) -> list[Any]:
-    """The model, and the one inside of it that generates, if it has its own configuration: any class may be that."""
+    """Returns the model, and the inner model that generates if it has its own configuration: its class may be any."""
     return [model] if text_config(model.config) is model.config else [model, model.get_decoder()]
 
 
 def _is_sharded(model: Any) -> bool:
     """Whether parts of the model are in several processes, which wait for each other in every forward pass.
 
-    Such processes must run the same passes on the same rows. FastGen decides these from the values that a process sees:
+    Such processes must run the same passes on the same rows. FastGen decides these by values that one process sees:
     which inputs are equal, how long they are, which have ended.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -280,12 +280,12 @@ def _is_sharded(model: Any) -> bool:
 
 
 def modules_unsupported(model: Any) -> str | None:
-    """Why a part of the model keeps it from being accelerated, or None.
+    """Returns why a module of the model prevents acceleration; None if none does.
 
-    Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.
-    So it is with those of peft, which say which adapter each row has. A compiler would trace FastGen's layers and
-    cache, and compile again what the library's own code has compiled.
-    The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
+    Dropout draws for every row of a batch, and a hook sees every row: neither may get a smaller batch than usual. The
+    same holds for peft's hooks that tell each row's adapter. A compiler would trace FastGen's layers and cache, and
+    recompile what the library's own code has compiled. The library's own hooks (which record attentions and hidden
+    states) and those of accelerate are fine.
     """
     if has_global_hooks():
         return _HOOKED
@@ -304,7 +304,7 @@ def modules_unsupported(model: Any) -> str | None:
 
 
 def _adapters_unsupported(module: Any) -> str | None:
-    """Why adapters of peft in a part of the model keep it from being accelerated, or None."""
+    """Returns why peft adapters in a module prevent acceleration; None if they do not."""
     if library_code.row_hooks(module):
         return _BY_ROW
     kind: type = type(module)
@@ -314,7 +314,7 @@ def _adapters_unsupported(module: Any) -> str | None:
 
 @functools.cache
 def _kind_of_adapter(kind: type) -> str | None:
-    """The package of peft that a layer is of, as `lora`; None for a layer without adapters."""
+    """Returns the peft package of a layer's class, such as `lora`; None for a layer without adapters."""
     package, _, inside = kind.__module__.removeprefix("peft.tuners.").partition(".")
     return package if inside and kind.__module__.startswith("peft.tuners.") else None
 
@@ -325,12 +325,14 @@ def has_global_hooks() -> bool:
 
 
 def attention_functions() -> Hashable:
-    """The functions that are registered in the library: a recording takes them for granted besides the model."""
+    """Returns the attention functions registered in the library, which a recording depends on besides the model."""
     return tuple([(name, IdentityGuard.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
 
 
 def has_independent_rows(model: Any) -> bool:
-    """Whether that is known of what generates, whichever the encoder is: of one input, it gets that alone."""
+    """Whether the rows of the generating part are known to be independent. The encoder does not matter: it runs per
+    input.
+    """
     parts = parts_that_decode(model)
     are_known = all(_class_of(part).startswith("transformers.models.") for part in parts)
     are_as_they_were = all("forward" not in vars(part) and library_code.is_own(type(part).forward) for part in parts)
@@ -338,7 +340,7 @@ def has_independent_rows(model: Any) -> bool:
 
 
 def rows_depend_on_each_other(model: Any) -> bool:
-    """Whether what the model says of one input depends on which others are in the batch, or on how long they are."""
+    """Whether the model's output for an input depends on the other inputs of the batch, or on their lengths."""
     holders = {}
     for module in model.modules():
         kind: type = type(module)
@@ -357,9 +359,9 @@ def rows_depend_on_each_other(model: Any) -> bool:
 
 
 def has_growing_frequencies(model: Any) -> bool:
-    """Whether a forward pass changes the model: of the longest sequence so far it keeps the frequencies of positions.
+    """Whether a forward pass changes the model: it keeps the position frequencies of the longest sequence so far.
 
-    It asks the host how long that is, so no step is captured; but one that is tried leaves them changed.
+    It reads that length on the host, so no step is captured; but an attempt would leave the frequencies changed.
     """
     config = text_config(model.config)
     return any("dynamic" in repr(getattr(config, name, None)) for name in _ROPE - {"rope_type"})
@@ -371,9 +373,9 @@ def _class_has(kind: type, *names: str) -> bool:
 
 
 def has_captured_steps(model: Any) -> bool:
-    """Whether a step of this model reads the cache in a way that buffers of a fixed size allow, as far as is known.
+    """Whether a step of this model is known to read the cache in a way that buffers of fixed size allow.
 
-    Whether it can be captured is found out by trying.
+    Only trying tells whether it can be captured.
     """
     return all(
         _runs_with_static_cache(part)
@@ -385,10 +387,10 @@ def has_captured_steps(model: Any) -> bool:
 
 
 def may_begin_again(model: Any, prompt: int, length: int) -> bool:
-    """Whether a model may drop its cache and read all tokens once more in a call from `prompt` to `length` positions.
+    """Whether a model may drop its cache and read all tokens again in a call from `prompt` to `length` positions.
 
-    Phi-3 does so in its preparation of inputs, which a captured step does not run, where the frequencies of short
-    sequences give way to those of long ones.
+    Phi-3 does so when the frequencies of short sequences give way to those of long ones, in its preparation of inputs,
+    which a captured step does not run.
     """
     config = text_config(model.config)
     switch = getattr(config, "original_max_position_embeddings", None)
@@ -397,9 +399,9 @@ def may_begin_again(model: Any, prompt: int, length: int) -> bool:
 
 
 def reads_padding(model: Any, config: Any) -> bool:
-    """Whether the model would take what the library gives it for an input that has finished, rather than raise.
+    """Whether the model accepts the padding that the library feeds it for a finished input, rather than raising.
 
-    With beams, those of such an input go on.
+    With beams, those of a finished input continue instead.
     """
     pad, text = config._pad_token_tensor, text_config(model.config)
     size = getattr(text, "decoder_vocab_size", None) or getattr(text, "vocab_size", None)
@@ -407,10 +409,10 @@ def reads_padding(model: Any, config: Any) -> bool:
 
 
 def counts_on_the_host(model: Any) -> bool:
-    """Whether its forward pass gives the same for a static cache whose length is a number as for one whose length is on
-    the device.
+    """Whether a forward pass gives the same result for a static cache whose length is a Python number as for one whose
+    length is on the device.
 
-    Those that the library does not run so may take the capacity for the length then.
+    Models that the library does not run with a static cache may then take its capacity for the length.
     """
     return all(map(_runs_with_static_cache, parts_that_decode(model)))
 
@@ -420,17 +422,17 @@ def _runs_with_static_cache(part: Any) -> bool:
 
 
 def hands_on_more(model: Any) -> bool:
-    """Whether a model may hand on more to the next step than the K/V cache, of which nobody knows the rows."""
+    """Whether a model may pass more to the next step than the KV cache, with unknown rows."""
     name = "_update_model_kwargs_for_generation"
     is_own = inspect.getattr_static(type(model), name, None) is not vars(GenerationMixin).get(name)
-    return is_own and _class_of(model) != _PALIGEMMA  # which hands on the types of tokens
+    return is_own and _class_of(model) != _PALIGEMMA  # it only passes token types
 
 
 def type_of_generated(model: Any) -> int | None:
-    """The `token_type_ids` of what is generated; None for that of the last token of the prompt."""
+    """Returns the `token_type_ids` value of generated tokens; None to repeat that of the prompt's last token."""
     return 1 if _class_of(model) == _PALIGEMMA else None
 
 
 def positions_of_step(model: Any) -> int:
-    """How many positions a step stores; all but the first are dropped again. FastGen's own models say."""
+    """Returns how many positions a step stores; all but the first are dropped again. FastGen's own models define it."""
     return getattr(type(model), "step_positions", 1)

@@ -1,4 +1,4 @@
-"""Pictures and sounds, once for each input: the library repeats them for each sequence of an input."""
+"""Encodes images and audio once for each input, where the library repeats them for each sequence of an input."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor
 
 from fastgen.optimizer.transformers.models import TOKEN_TYPES
 
-# Inputs of a model that takes more than text that have a row for each sequence.
+# Inputs of a multimodal model that have a row for each sequence.
 _PER_SEQUENCE = frozenset(("attention_mask", "position_ids", "inputs_embeds", "labels", *TOKEN_TYPES))
 _SOUNDS = frozenset(("input_features", "input_features_mask", "feature_attention_mask"))
 
 
 def may_be_several(config: Any, ids: Tensor, name: str, value: Any) -> bool:
-    """Whether an input may hold pictures or sounds one after the other, or their sizes, of which nobody knows whose
-    they are.
+    """Whether an input may hold several images or audio clips one after the other, or their sizes, so that it is
+    unknown which input each belongs to.
 
-    The library repeats each of them for itself, so that the sequences of an input with two of them get either the first
-    one twice, or the second one. Where there are as many sounds as prompts, and a place for one in each, each has one.
+    The library repeats each one separately, so that the sequences of an input with two of them get either the first one
+    twice or the second one twice. If there are as many clips as prompts, and each prompt has a place for one, each has
+    one.
 
     Args:
         ids: [sequences, length], the prompts.
@@ -36,16 +37,16 @@ def may_be_several(config: Any, ids: Tensor, name: str, value: Any) -> bool:
 
 
 def once(model: Any, ids: Tensor, encoded: dict[str, Any], per_input: int) -> dict[str, Any] | None:
-    """The outputs of the encoders by what they have read ("image", "video"), without repetitions.
+    """Returns the outputs of encoders, by input kind ("image", "video"), without repetitions.
 
     Args:
         ids: [inputs, length], the prompts.
-        encoded: of `per_input` sequences each, as `GenerationMixin._expand_multimodal_outputs` makes them.
+        encoded: outputs for `per_input` sequences each, made by `GenerationMixin._expand_multimodal_outputs`.
 
     Returns:
-        None where they are not what that method makes of what would be returned.
+        None if that method would not make `encoded` from the result.
     """
-    if not ids.numel():  # the prompt is embeddings, which nobody has looked for pictures
+    if not ids.numel():  # the prompt is embeddings, in which images cannot be located
         return None
     found = {kind: _once(model.config, kind, ids, outputs, per_input) for kind, outputs in encoded.items()}
     if any(outputs is None for outputs in found.values()):
@@ -75,11 +76,11 @@ def _once(config: Any, kind: str, ids: Tensor, outputs: Any, per_input: int) -> 
 
 
 def _places_of_first(lengths: list[int], wanted: list[int], per_input: int) -> Iterator[int]:
-    """Where the pictures of the first sequence of each input are.
+    """Yields the indices of the images that belong to the first sequence of each input.
 
     Args:
-        lengths: of all pictures, in tokens.
-        wanted: tokens of each input that stand for pictures.
+        lengths: length of each image, in tokens.
+        wanted: number of image tokens of each input.
     """
     ends, place = list(accumulate(lengths, initial=0)), 0
     for tokens in wanted:

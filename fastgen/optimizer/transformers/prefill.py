@@ -1,7 +1,7 @@
 """The hook around `GenerationMixin._prefill`: the prompt runs once per input, whatever the number of sequences.
 
-The library's repetition is undone for that pass, and the logits of the pass are repeated instead. Everything that could
-keep a call from being accelerated is looked at before anything is changed.
+It undoes the library's repetition for the prefill, and repeats the logits instead. Everything that could prevent
+acceleration is checked before anything is changed.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from fastgen.releases import Usual
 
 _NOT_WITH_BEAMS = ("prompt_lookup_num_tokens", "assistant_early_exit", "dola_layers", *releases.ASSISTANCE)
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-# Arguments of the model that have no rows.
+# Types of model arguments that have no rows.
 _NOT_PER_ROW = (bool, int, float, str)
-# With beams, the library hands on an assistant, and ignores it.
+# With beams, the library passes on an assistant, and ignores it.
 _WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
-# Allocated at first for the positions to come, at the most; more when that is full.
+# The largest initial capacity for positions to come; it grows when full.
 _MAX_FIRST_CAPACITY = 256
 _ENDLESS = 2**31
-# What the decoding loops read of the outputs of the prefill, one row per sequence.
+# Outputs of the prefill that the decoding loops read, with one row per sequence.
 _PER_SEQUENCE_OUTPUTS = "attentions cross_attentions decoder_attentions hidden_states decoder_hidden_states".split()
 
 
 def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `GenerationMixin._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)`."""
+    """Wraps `GenerationMixin._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)`."""
     call = Call.current(model)
-    if call is not None and call.prefilled is not None:  # the captured step was to use it, and does not
+    if call is not None and call.prefilled is not None:  # made for a captured step that does not run
         outputs, call.prefilled = call.prefilled, None
         return outputs
-    # A call prefills once. Another prefill inside of it belongs to a call that is not accelerated: one made by a
-    # criterion, say, under `fastgen.disabled()`.
+    # A call prefills once. Another prefill inside it belongs to a call that is not accelerated: for example, one made
+    # by a criterion under `fastgen.disabled()`.
     if call is None or call.accelerated or call.declined or not patching.is_active():
         return wrapped(*args, **kwargs)
     with call.decides():
@@ -73,11 +73,11 @@ def _prefill(
     try:
         with call.decides():
             per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
-            # The library takes a float, too, infinity among them.
+            # The library accepts a float, too, even infinity.
             to_generate = max(math.ceil(min(generation_config.max_length - input_ids.shape[1], _ENDLESS)), 1)
             one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
     except NotAccelerated as found:
-        (declined,) = found.args  # as it is: it may be a `Usual` one
+        (declined,) = found.args  # unchanged, because it may be a `Usual` one
     if declined is not None:
         call.decline(declined)
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
@@ -99,7 +99,7 @@ def _prefill(
     else:
         outputs = prefill_in_groups(call, run, one_row_ids, generation_config, one_row_kwargs)
     if releases.cache_in(outputs) is not store.cache:
-        # Known only now, and nothing has come of the pass yet: once more, with all rows.
+        # Only known now, and no result has been used: run again, with all rows.
         call.abandon()
         call.decline("the model does not use the cache that it is given")
         return run(input_ids, model_kwargs)
@@ -112,7 +112,7 @@ def _prefill(
 
 
 def mode_of_loop(config: Any, assistant: Any = None) -> Any:
-    """The generation mode of a call inside `generate`, which has warned already of what beams leave unused."""
+    """Returns the generation mode of a call inside `generate`, which has warned of options that beams ignore."""
     if (config.num_beams or 1) > 1:
         config, assistant = copy.copy(config), None
         for name in _NOT_WITH_BEAMS:
@@ -124,7 +124,7 @@ def mode_of_loop(config: Any, assistant: Any = None) -> Any:
 def _one_row_each(
     call: Call, input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any], to_generate: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The tokens and the other arguments of the prefill, with one row per input. Raises NotAccelerated."""
+    """Returns the tokens and the other arguments of the prefill, with one row per input. Raises NotAccelerated."""
     if call.runs_user_code is None:
         raise NotAccelerated("the decoding loop is not hooked")
     if call.cache_is_the_users and call.runs_user_code:
@@ -166,11 +166,11 @@ def _one_row_each(
 
 
 def _needs_window(model: Any, config: Any) -> str | None:
-    """Why the cache must not hold more than a sliding window, or None if the model masks what lies behind it."""
+    """Returns why the cache must not hold more than a sliding window; None if the model masks what lies beyond it."""
     if config.return_dict_in_generate and config.output_attentions:
         return Usual("the attentions that are returned are as long as the sliding window")
-    # In a prefill by chunks, what a chunk sees of the window depends on the cache too. Otherwise the module of a model
-    # that masks has the library's function that makes such masks.
+    # In a chunked prefill, the part of the window that a chunk sees also depends on the cache. Otherwise, a model that
+    # masks the window imports the library's function for such masks in its module.
     modules = [sys.modules[type(part).forward.__module__] for part in parts_that_decode(model)]
     makes_masks = any(hasattr(module, "create_sliding_window_causal_mask") for module in modules)
     if config.prefill_chunk_size is None and makes_masks:
@@ -179,14 +179,14 @@ def _needs_window(model: Any, config: Any) -> str | None:
 
 
 def has_no_rows(name: str, value: Any) -> bool:
-    """Whether an argument of the model is none of one row per sequence."""
+    """Whether a model argument does not have one row per sequence."""
     return isinstance(value, _NOT_PER_ROW) or name in _WITHOUT_ROWS or releases.is_tokenizer(value)
 
 
 def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
-    """One row per input of what has been repeated `per_input` times.
+    """Returns one row per input of a value that was repeated `per_input` times.
 
-    That the rows of an input are the same is looked at, not assumed: models may expand inputs in ways of their own.
+    Checks that the rows of an input are equal, because models may expand inputs in their own way.
     """
     if value is None or has_no_rows(name, value) or per_input == 1:
         return value
@@ -208,7 +208,7 @@ def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
 
 
 def _pictures_once(model: Any, ids: torch.Tensor, encoded: Any, per_input: int) -> Any:
-    """What encoders have made of pictures, for one sequence of each input."""
+    """Returns the encoders' outputs for images, for one sequence of each input."""
     if not encoded or per_input == 1:
         return encoded
     found = pictures.once(model, ids, encoded, per_input)
@@ -219,7 +219,7 @@ def _pictures_once(model: Any, ids: torch.Tensor, encoded: Any, per_input: int) 
 
 def _repeat_outputs(outputs: Any, batch: int, per_input: int) -> None:
     """Gives the outputs of the prefill a row for each sequence, in place."""
-    # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
+    # The loops only read the last position; repeating the logits of the whole prompt would be a waste.
     outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:

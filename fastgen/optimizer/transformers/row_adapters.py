@@ -1,8 +1,9 @@
-"""LoRA adapters of peft that rows have of their own: some rows of a pass have one, and others another one.
+"""LoRA adapters of peft per row: rows of one forward pass may have different adapters.
 
-peft's option for that, `adapter_names`, hands its layers a list of names by hooks. Here they ask what the pass says
-that runs (`choosing`): all rows have one adapter, as in a prefill, or each has the one whose number is in a buffer, as
-in a decode step with slots. What other adapters give for a row is computed, and not taken, so that it changes no bit.
+peft's own option for this, `adapter_names`, passes its layers a list of names through hooks. Here, the layers ask the
+running pass (`choosing`): either all rows have one adapter, as in a prefill, or a buffer holds the number of each
+row's adapter, as in a decode step with slots. A row's output of other adapters is computed but not used, so that it
+changes no bit.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layer_forms import Replacement
 from fastgen.decoding.modules import modules_of
 
-# Adapters that a pass serves, by name. None stands for those that are active, which rows have without one of their own.
+# Names of the adapters that a pass serves. None stands for the active ones, which rows without their own adapter use.
 Adapters = tuple[str | None, ...]
 ACTIVE: Adapters = (None,)
 # peft's name for no adapter at all.
 BASE = "__base__"
-# What the numbers of the rows' adapters are called among the inputs of a step.
+# Name of the step input that holds the rows' adapter numbers.
 NUMBERS = "adapter_numbers"
 
-# By name, for as long as the process lives: a row takes its number along to other steps.
+# By name, for the lifetime of the process: a row keeps its number in other steps.
 _numbers: dict[str, int] = {}
 _next = itertools.count(1)
 
 
 class _Choice(NamedTuple):
-    """What a pass says.
+    """The adapters of a pass.
 
     Attributes:
-        layers: of the model, with adapters: a draft model may run meanwhile.
-        masks: of each adapter, the rows that have it, [rows]; none where all have the only one.
+        layers: the model's layers with adapters: a draft model may run meanwhile.
+        masks: for each adapter, the rows that have it, [rows]; empty if all rows have the only one.
     """
 
     model: Any
@@ -54,23 +55,23 @@ _choice: ContextVar[_Choice | None] = ContextVar("fastgen_row_adapters", default
 
 
 def number_of(adapter: str | None) -> int:
-    """What stands for an adapter in a buffer."""
+    """Returns the number that represents an adapter in a buffer."""
     return 0 if adapter is None else _numbers.setdefault(adapter, next(_next))
 
 
 def in_order(*adapters: str | None) -> Adapters:
-    """Each once, in an order that does not depend on who came first."""
+    """Returns each adapter once, in an order that does not depend on who came first."""
     return tuple(sorted({*adapters}, key=lambda name: (name is not None, name or "")))
 
 
 def choosing(model: Any, adapters: Adapters, numbers: Tensor | None = None) -> AbstractContextManager[None]:
-    """In this context, rows of the model have these adapters in the calling thread.
+    """A context in which rows of the model have these adapters in the calling thread.
 
     Args:
-        numbers: [rows, 1], that of each row's adapter, where there are several.
+        numbers: [rows, 1], the number of each row's adapter, if there are several adapters.
 
     Raises:
-        CannotBeCaptured: `LoraForm` does not stand for all layers with adapters.
+        CannotBeCaptured: some layer with adapters is not run by `LoraForm`.
     """
     if adapters == ACTIVE:
         return contextlib.nullcontext() if _choice.get() is None else patching.held(_choice, None)
@@ -84,31 +85,31 @@ def choosing(model: Any, adapters: Adapters, numbers: Tensor | None = None) -> A
 
 
 def chosen(model: Any) -> str | None:
-    """The adapter that all rows of a call have which runs in this thread; None for those that are active."""
+    """Returns the adapter that all rows of this thread's call have; None for the active ones."""
     choice = _choice.get()
     return None if choice is None or choice.model is not model else choice.adapters[0]
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    """The linear layers with LoRA adapters."""
+    """Returns the linear layers with LoRA adapters."""
     return [module for module in modules_of(model) if _is_lora(module)]
 
 
 def has_forms(model: nn.Module) -> bool:
-    """Whether `LoraForm` stands for all of them: nobody has put another forward pass there."""
+    """Whether `LoraForm` runs all of them: nobody has set another forward pass."""
     return all(type(vars(layer).get("forward")) is LoraForm for layer in layers_of(model))
 
 
 def names_in(model: nn.Module) -> set[str]:
-    """The adapters that peft finds in a model's layers, in those of other kinds, too."""
+    """Returns the names of the adapters in a model's layers, including layers of other kinds."""
     held = (getattr(module, kind, ()) for module in modules_of(model) for kind in ("lora_A", "lora_embedding_A"))
     return {str(name) for each in held for name in each}
 
 
 def unsupported(model: nn.Module, adapter: str) -> str | None:
-    """Why rows with this adapter cannot be beside others, with the active ones; None where they can.
+    """Returns why rows with this adapter cannot run beside others, including the active ones; None if they can.
 
-    A whitelist decides: whatever else peft has put into the model stays with peft's own code.
+    A whitelist decides: anything else that peft has put into the model stays with peft's own code.
     """
     if adapter not in (BASE, *names_in(model)) or not layers_of(model):
         return "no such adapter, or none of LoRA"
@@ -127,7 +128,7 @@ def unsupported(model: nn.Module, adapter: str) -> str | None:
 
 
 def form_of(module: nn.Module) -> Replacement | None:
-    """What stands for the forward pass of a layer while the model generates; None for one without such adapters."""
+    """Returns the replacement of a layer's forward pass while the model generates; None without such adapters."""
     return LoraForm(module) if _is_lora(module) else None
 
 
@@ -139,7 +140,7 @@ def _is_lora(module: Any) -> bool:
 @functools.cache
 def _is_kind_of_lora(kind: type) -> bool:
     is_linear = kind.__module__ == "peft.tuners.lora.layer" and kind.__qualname__ == "Linear"
-    return is_linear and hasattr(kind, "lora_variants")  # which earlier releases did not have apart
+    return is_linear and hasattr(kind, "lora_variants")  # earlier releases did not separate them
 
 
 @functools.cache
@@ -148,7 +149,7 @@ def _is_pefts(kind: type) -> bool:
 
 
 class LoraForm(Replacement):
-    """A linear layer whose rows have the adapters that the pass says; peft's own forward pass where it says nothing."""
+    """A linear layer that applies the adapters of the running pass; peft's own forward pass if there are none."""
 
     __slots__ = ()
 
@@ -162,7 +163,7 @@ class LoraForm(Replacement):
         for at, (adapter, names) in enumerate(zip(choice.adapters, of_each, strict=True)):
             own = base
             for name in names:
-                # As peft has it: what is active is rounded once, what a row has of its own is so before it is added.
+                # As in peft: active adapters are summed before rounding; a row's own is rounded before it is added.
                 own = own + (terms[name] if adapter is None else terms[name].to(base.dtype))
             if names:
                 result = _taken(choice.masks[at], own.to(base.dtype), result) if choice.masks else own.to(base.dtype)
@@ -170,20 +171,20 @@ class LoraForm(Replacement):
 
 
 def _names(layer: Any, adapter: str | None) -> list[str]:
-    """What a layer has of an adapter, or of those that are active."""
+    """Returns which of an adapter, or of the active ones, a layer has."""
     names: Sequence[str] = layer.active_adapters if adapter is None else [adapter]
     return [name for name in names if name in layer.lora_A]
 
 
 def _term(layer: Any, name: str, x: Tensor) -> Tensor:
-    """What an adapter adds."""
+    """Returns the term that an adapter adds."""
     down, up = layer.lora_A[name], layer.lora_B[name]
     term: Tensor = up(down(layer.lora_dropout[name](x.to(down.weight.dtype)))) * layer.scaling[name]
     return term
 
 
 def _taken(mask: Tensor, own: Tensor, others: Tensor) -> Tensor:
-    """The rows of `own` that the mask says; those of `others` elsewhere, whatever `own` is there."""
+    """Selects the rows of `own` that the mask names, and those of `others` elsewhere, whatever `own` holds there."""
     if own.shape[0] != mask.shape[0]:
         raise CannotBeCaptured("a layer with adapters that does not get a row for each sequence")
     return torch.where(mask.view(-1, *[1] * (own.dim() - 1)), own, others)

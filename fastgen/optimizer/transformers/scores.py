@@ -1,8 +1,8 @@
-"""The scores of a step on their way through the library's loop, without the copies that nobody needs.
+"""The scores of a step in the library's loop, without unneeded copies.
 
-A step of beam search copies the logits, and adds the running score of each beam to all of its continuations. Here the
-loop gets tensors that do the first for nothing and put the second off until the best are taken, where both are one pass
-(`fastgen.ops.best_candidates`). To everything else that is done with them they are what they stand for.
+A step of beam search copies the logits, and adds the running score of each beam to all of its continuations. Here, the
+loop gets tensors that skip the copy and defer the addition until the best candidates are taken, where both are one pass
+(`fastgen.ops.best_candidates`). For all other operations they act as the tensors that they represent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastgen.optimizer.transformers.call import Call
 
 
 class _Scores(torch.Tensor):
-    """A tensor with rules for some operations. In others, and where a rule gives None, it is what it stands for."""
+    """A tensor with rules for some operations. For others, and if a rule returns None, the plain tensor is used."""
 
     _rules: ClassVar[dict[Any, Callable[..., Any]]]
     _running: Tensor | None = None
 
     def plain(self) -> Tensor:
-        """The ordinary tensor that this one stands for."""
+        """Returns the ordinary tensor that this one represents."""
         scores = self.as_subclass(Tensor)
         if self._running is None:
             return scores
@@ -56,7 +56,7 @@ def _writes(func: Callable) -> bool:
 
 
 class StepLogits(_Scores):
-    """The logits of a step, [rows, 1, vocabulary], which only the loop refers to: a copy is the logits themselves."""
+    """The logits of a step, [rows, 1, vocabulary]. Only the loop refers to them, so a copy is the tensor itself."""
 
     def _select(self, index: Any) -> Any:
         return self.as_subclass(Tensor)[index].as_subclass(StepLogits)
@@ -71,12 +71,12 @@ class StepLogits(_Scores):
 class LogProbabilities(_Scores):
     """Log-probabilities after the processors, [rows, vocabulary], to which running scores may have been added.
 
-    Its data are those without the running scores, in the shape of the sum.
+    Its data does not include the running scores, but has the shape of the sum.
     """
 
     @classmethod
     def of(cls, scores: Tensor, running: Tensor | None = None) -> LogProbabilities:
-        """Of scores in the order [inputs, beams, vocabulary], in any shape, and what is added, [inputs, beams]."""
+        """Wraps scores in the order [inputs, beams, vocabulary], of any shape, and addends [inputs, beams]."""
         made = scores.as_subclass(cls)
         made._running = running
         return made
@@ -120,16 +120,17 @@ def _pays(scores: Any) -> bool:
 
 
 def uncopied(logits: Tensor) -> Tensor:
-    """The logits of an accelerated step, as the loop is to get them.
+    """Returns the logits of an accelerated step for the loop.
 
-    What is a part of more, such as of a prompt's, is copied: in the scores of the call it would hold all of it.
+    A part of a larger tensor, such as a prompt's logits, is copied: otherwise the call's scores would keep all of it
+    alive.
     """
     is_whole = logits.nbytes == logits.untyped_storage().nbytes()
     return logits.as_subclass(StepLogits) if is_whole and _pays(logits) else logits
 
 
 def process(wrapped: Any, processors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Wrapper of `LogitsProcessorList.__call__`, whose result the running scores are added to in a beam search."""
+    """Wraps `LogitsProcessorList.__call__`, to whose result a beam search adds the running scores."""
     scores = wrapped(*args, **kwargs)
     call = Call.current()
     if call is None or not call.takes_best or not patching.is_active() or not _pays(scores):

@@ -1,6 +1,6 @@
-"""Layers of the library's cache that keep states besides, or in place of, K and V: where FastGen's have them.
+"""FastGen's versions of the library's cache layers that keep states besides, or instead of, K and V.
 
-The library's own code reads and updates the states, in place. It is asked for by the classes that these derive from.
+The library's own code reads the states, and updates them in place. It requires the classes that these derive from.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fastgen.decoding.kv.rows import Beams, rows_of
 from fastgen.decoding.kv.states import FixedStates, Name, States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 
-# Of a layer of the library's, by its number each.
+# Attributes of a library layer that hold states, each by number.
 _KINDS = ("conv_states", "recurrent_states")
-# In a release without such layers, nobody makes one of those that derive from this.
+# Placeholders for releases without such layers, in which the derived classes are never instantiated.
 _Linear: Any = cache_utils.LinearAttentionLayer if releases.keeps_states_in_cache() else object
 _Both: Any = cache_utils.LinearAttentionAndFullAttentionLayer if releases.keeps_states_in_cache() else ()
-# A layer that keeps nothing: in models that count those of other kinds, too, and of layers that read the K and V of
+# A layer that keeps nothing: in models whose caches count other layers, too, and for layers that read the K and V of
 # others.
 _Nothing: Any = getattr(cache_utils, "DummyLayer", ())
-# What configurations call layers with states.
+# Names of layers with states in configurations.
 _TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
-# The modules whose models keep all of their state in layers of the cache: equivalence tests run them.
+# Modules whose models keep all of their state in cache layers: equivalence tests run them.
 _IN_CACHE = frozenset(
     f"transformers.models.{name}.modeling_{name}"
     for name in (
@@ -38,10 +38,10 @@ _IN_CACHE = frozenset(
 
 
 class LayerForm(NamedTuple):
-    """What a layer of self-attention's cache keeps."""
+    """What a layer keeps in the self-attention cache."""
 
     has_kv: bool
-    states: tuple[tuple[Name, torch.Size, torch.dtype], ...]  # of each: its shape without the rows
+    states: tuple[tuple[Name, torch.Size, torch.dtype], ...]  # shapes without the rows
 
     @staticmethod
     def of(has_kv: bool, states: States) -> LayerForm:
@@ -49,54 +49,54 @@ class LayerForm(NamedTuple):
 
 
 def are_known(model: Any) -> bool:
-    """Whether it is known that a model keeps states besides K/V, and all of them in layers of the cache."""
+    """Whether a model is known to keep states besides K and V, all of them in cache layers."""
     return releases.keeps_states_in_cache() and type(model).forward.__module__ in _IN_CACHE
 
 
 def are_unknown(model: Any) -> bool:
-    """Whether a model keeps state besides K/V that may be elsewhere."""
+    """Whether a model keeps state besides K and V that may be elsewhere."""
     return getattr(model, "_is_stateful", False) and not are_known(model)
 
 
 def are_kept(model: Any, text_config: Any) -> bool:
-    """Whether a model keeps states besides K/V: it cannot go back to the positions before the last ones."""
+    """Whether a model keeps states besides K and V, so that it cannot return to earlier positions."""
     types = getattr(text_config, "layer_types", None) or ()
     return getattr(model, "_is_stateful", False) or not _TYPES.isdisjoint(types)
 
 
 def is_layer(layer: Any) -> bool:
-    """Whether it is one of the library's layers that has states, as FastGen knows them."""
+    """Whether this is a library layer with states that FastGen supports."""
     return _Linear is not object and type(layer) in (_Linear, _Both)
 
 
 def has_kv(layer: Any) -> bool:
-    """Whether such a layer has K and V, too."""
+    """Whether such a layer also has K and V."""
     return isinstance(layer, _Both)
 
 
 def is_empty(layer: Any) -> bool:
-    """Whether a layer keeps nothing, ever."""
+    """Whether a layer never keeps anything."""
     return type(layer) is _Nothing
 
 
 def empty_layer() -> Any:
-    """A layer that keeps nothing."""
+    """Returns a layer that keeps nothing."""
     return _Nothing()
 
 
 def of_layer(layer: Any) -> dict[Name, Tensor]:
-    """What a layer keeps besides K and V; nothing of one that has no states."""
+    """Returns what a layer keeps besides K and V; {} for one without states."""
     kinds = ((kind, getattr(layer, kind, None) or {}) for kind in _KINDS)
     return {(kind, number): state for kind, states in kinds for number, state in states.items() if state is not None}
 
 
 def have_begun(layer: Any) -> bool:
-    """Whether there is something in all states of a layer."""
+    """Whether all states of a layer have been set."""
     return bool(layer.has_previous_state) and all(layer.has_previous_state.values())
 
 
 def put(layer: Any, states: States) -> None:
-    """Has a layer of the library's keep these, in memory of its own, as if it had computed them."""
+    """Copies states into a library layer, as if it had computed them."""
     for (kind, number), state in states.items():
         own = getattr(layer, kind)
         if own[number] is None or own[number].shape != state.shape:
@@ -111,7 +111,7 @@ def _initialize(layer: Any, kind: str, number: int, state: Tensor) -> None:
 
 
 class SharedStates(_Linear):
-    """The states of a layer through one call with hooks: those of its own, until the call has succeeded.
+    """The states of a layer during a call with hooks. They are its own until the call has succeeded.
 
     The prefill leaves one row per input.
     """
@@ -128,17 +128,17 @@ class SharedStates(_Linear):
         return of_layer(self)
 
     def prompt_states(self) -> dict[Name, Tensor]:
-        """Those that the prefill has left, one row per input."""
+        """Returns the states after the prefill, one row per input."""
         return of_each(self.states, lambda state: state[:: self._per_input])
 
     def expand(self, beams: Beams) -> None:
-        """From now on each input has `beams.per_input` rows."""
+        """From now on, each input has `beams.per_input` rows."""
         self._per_input = beams.per_input
         if beams.per_input > 1:
             self.hold_states(of_each(self.states, lambda state: state.repeat_interleave(beams.per_input, dim=0)))
 
     def keep(self, inputs: Tensor, translate: Callable[[Tensor], Tensor]) -> None:
-        """Goes on with the given inputs only, [n] in ascending order."""
+        """Continues with these inputs only, [n] in ascending order."""
         rows = rows_of(inputs, self._per_input)
         self.hold_states(of_each(self.states, lambda state: state.index_select(0, rows)))
         self.translate = translate
@@ -148,7 +148,7 @@ class SharedStates(_Linear):
             getattr(self, kind).update(dict.fromkeys(range(self.number_of_states)))
 
     def hold_states(self, states: States) -> None:
-        """Has these in the place of those that it has."""
+        """Replaces the present states by these."""
         for (kind, number), state in states.items():
             getattr(self, kind)[number] = state
 
@@ -158,14 +158,14 @@ class SharedStates(_Linear):
             self.hold_states(of_each(self.states, lambda state: state.index_select(0, index)))
 
     def hand_over(self, layer: Any) -> None:
-        """Has a layer of the library's keep what this one has."""
+        """Copies the states into a library layer."""
         put(layer, self.states)
 
 
 class StepStates(_Linear):
     """The states of a layer in a captured step.
 
-    Raises CannotBeCaptured, in `check`, if the model does not write to the buffers.
+    `check` raises CannotBeCaptured if the model does not write to the buffers.
     """
 
     def __init__(self, fixed: FixedStates) -> None:
@@ -181,7 +181,7 @@ class StepStates(_Linear):
         self.has_previous_state = dict.fromkeys(range(count), True)
 
     def check(self) -> None:
-        """To be called behind each step that runs as it is, or is recorded."""
+        """Must be called after each step that runs eagerly or is recorded."""
         own = of_layer(self)
         if own.keys() != self._fixed.buffers.keys() or any(
             state is not self._fixed.buffers[name] for name, state in own.items()

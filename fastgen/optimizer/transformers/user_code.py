@@ -1,9 +1,9 @@
-"""The user's code inside a call: what it raises is noted, so that it is passed on and never taken for a failure; and
-what its objects hold is saved, so that a call can be done over as if it had not been tried before.
+"""User code inside a call. Its exceptions are noted, so that they are passed on and never taken for FastGen's failures;
+the state of its objects is saved, so that a call can be repeated as if it had not been tried before.
 
-The user's code is what the caller hands to `generate` to be called: logits processors, stopping criteria, the prefix
-function, the streamer; also processors and criteria that a generation config or a model makes of classes that are not
-the library's. It is wrapped once the library has merged it with its own, which goes by type.
+User code is what the caller gives `generate` to be called: logits processors, stopping criteria, the prefix function,
+the streamer; also processors and criteria that a generation config or a model creates from classes other than the
+library's. It is wrapped after the library has merged it with its own, because merging goes by type.
 
 Modules and methods of the model are not user code here. An error in one of them may come from what FastGen passes to
 it, so the call is repeated with the original code, which raises the error again if it was the model's own. Models with
@@ -26,21 +26,21 @@ import wrapt
 from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-# Arguments of `generate` that are code of the user's.
+# Arguments of `generate` that are user code.
 ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 # Arguments of the decoding loops that are lists of the library's, whose elements may be the user's.
 _LISTS = ("logits_processor", "stopping_criteria")
-# An object with more than so many parts, or larger tensors, is not saved: copying it would cost more than it is worth.
+# An object with more parts, or larger tensors, is not saved: copying it would cost more than it is worth.
 _MAX_PARTS = 10_000
 _MAX_TENSOR_BYTES = 2**24
-# Bytes and calls of what the user's code has given, up to which another loop can begin again with it.
+# Limits, in bytes and calls, of recorded results of user code with which another loop can start over.
 _MOST_GIVEN, _MOST_CALLS = 2**28, 2**12
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
 
 
 class Errors:
-    """What the user's code has raised in a call."""
+    """What user code has raised in a call."""
 
     def __init__(self) -> None:
         self._last: BaseException | None = None
@@ -55,24 +55,24 @@ class Errors:
             raise
 
     def forget(self) -> None:
-        """Nothing has been raised. An error holds the frames that it came through, and so what the call has made."""
+        """Drops the noted error, which holds the frames that it came through, and so the call's objects."""
         self._last = None
 
     def caused(self, error: BaseException | None) -> bool:
-        """Whether `error` is what the user's code has raised last, or came of it."""
+        """Whether `error` is the last one that user code raised, or was caused by it."""
         while error is not None and error is not self._last:
             error = error.__cause__ or error.__context__
         return error is not None
 
 
 def says(criterion: Any, name: str) -> bool:
-    """Whether a criterion has this attribute, and it is true; an object that has every attribute says nothing by it."""
+    """Whether a criterion's attribute is True itself; an object that has every attribute does not count."""
     return getattr(criterion, name, False) is True
 
 
 def wrap(arguments: dict[str, Any], errors: Errors) -> bool:
-    """Wraps the user's code in the arguments of a decoding loop, in place; says whether there is any: the library's own
-    streamers look at nothing but tokens.
+    """Wraps the user code in the arguments of a decoding loop, in place. Returns whether there is any. The library's
+    own streamers do not count, because they only read tokens.
     """
     streamer = arguments.get("streamer")
     found = streamer is not None and not _is_the_librarys(_unwrapped(streamer))
@@ -92,47 +92,47 @@ def has_own(parts: Iterable[Any]) -> bool:
 
 def _is_the_librarys(part: Any) -> bool:
     if isinstance(part, PrefixConstrainedLogitsProcessor):
-        return False  # it is the library's, and runs a function of the user's
+        return False  # a library class that runs a function of the user's
     kind = type(part)
-    # A class can say that it is of any module: it is what that module has under its name.
+    # A class can claim any module: only what that module holds under the class's name is the library's.
     module = sys.modules.get(kind.__module__) if kind.__module__.startswith("transformers.") else None
     return module is not None and getattr(module, kind.__name__, None) is kind
 
 
 def kind_of(part: Any) -> Any:
-    """The class of a processor or criterion, whatever FastGen has put around it; of a function, itself."""
+    """Returns the class of a processor or criterion inside FastGen's wrapper; a function is returned itself."""
     own = _unwrapped(part)
     return own if type(own) in (FunctionType, functools.partial) else type(own)
 
 
 def _unwrapped(part: Any) -> Any:
-    """What FastGen has put something around; anything else, itself."""
+    """Returns the object inside FastGen's wrapper; any other object unchanged."""
     return part.__wrapped__ if type(part) in (_UserCode, Streamer) else part
 
 
 class _Given(NamedTuple):
-    """What an object of the user's has given in a call, and made of the tokens if it has written there."""
+    """The result of a call of user code, and the tokens after it if it has written to them."""
 
     result: Any
     written: Tensor | None
 
 
 def _copied(result: Any) -> Any:
-    """What has been given, for another time: the user's code may go on to write into a tensor."""
+    """Copies a result for replay: user code may write to the tensor later."""
     return result.clone() if isinstance(result, Tensor) else result
 
 
 class _UserCode(wrapt.ObjectProxy):
-    """An object of the user's, which looks like itself. What its code raises is noted."""
+    """Wraps an object of the user's transparently, and notes what its code raises."""
 
     def __init__(self, wrapped: Any, errors: Errors) -> None:
         super().__init__(wrapped)
         self._self_errors = errors
-        self._self_given: list[_Given] | None = None  # what it has given since `Calls` began
-        self._self_again: deque[_Given] = deque()  # what it has given for the calls that come
+        self._self_given: list[_Given] | None = None  # its results since `Calls` began
+        self._self_again: deque[_Given] = deque()  # its results for the calls to come
 
     @property
-    def __call__(self) -> Any:  # a property, because the library looks at the signature of the object's own
+    def __call__(self) -> Any:  # a property, because the library inspects the object's own signature
         return wrapt.FunctionWrapper(self.__wrapped__.__call__, self._self_run)
 
     def _self_run(self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,9 +155,9 @@ class _UserCode(wrapt.ObjectProxy):
 
 
 class Calls:
-    """What the user's code among processors and criteria gives from now on, for another loop to begin again.
+    """Records the results of the user's processors and criteria, so that another loop can start over.
 
-    It has been called then, and may have noted so where nobody sees it: it is not called once more, and gives the same.
+    User code may count its calls where nobody sees that. It is therefore not called again; its results are replayed.
     """
 
     def __init__(self, parts: Iterable[Any]) -> None:
@@ -169,9 +169,9 @@ class Calls:
             part._self_given = [*part._self_again]
 
     def rewind(self, draws_others: bool = False) -> None:
-        """The calls that come are those that came: of the library's own objects, everything is as it was.
+        """Replays the recorded calls in the calls to come, and restores the library's own objects.
 
-        A loop that `draws_others` than these tokens has only the first call the same.
+        With `draws_others`, the loop draws other tokens, so that only its first call is the same as before.
         """
         self._others.restore()
         if draws_others and any(len(part._self_given or ()) > 1 for part in self._users):
@@ -182,7 +182,7 @@ class Calls:
         self.end()
 
     def is_much(self) -> bool:
-        """Whether what has been given is too much to be kept: by its last, all are as large."""
+        """Whether the recorded results are too large to keep, if all are as large as the last one."""
         nbytes = 0
         for part in self._users:
             given = part._self_given or ()
@@ -191,13 +191,13 @@ class Calls:
         return nbytes > _MOST_GIVEN or any(len(part._self_given or ()) > _MOST_CALLS for part in self._users)
 
     def end(self) -> None:
-        """No other loop will begin again."""
+        """Ends the recording: no other loop will start over."""
         for part in self._users:
             part._self_given = None
 
 
 class Streamer(wrapt.ObjectProxy):
-    """A streamer that, after `rewind`, leaves out the `put`s that it was given before, and the end if it came."""
+    """A streamer that, after `rewind`, skips the `put`s that it has already passed on, and a repeated end."""
 
     def __init__(self, streamer: Any, errors: Errors) -> None:
         super().__init__(streamer)
@@ -223,11 +223,11 @@ class Streamer(wrapt.ObjectProxy):
 
     @property
     def count(self) -> int:
-        """How many `put`s there have been, since the beginning that a `rewind` has gone back to."""
+        """Number of `put`s since the start to which `rewind` has returned."""
         return self._self_done - self._self_skip
 
     def rewind(self, to: int = 0) -> None:
-        """What comes is what came after the first `to` of them."""
+        """Expects the `put`s after the first `to` of them to come again."""
         self._self_skip = self._self_done - to
 
 
@@ -238,8 +238,8 @@ class _TooMuch(Exception):
 class SavedState:
     """The attributes of some objects: numbers and other values, and the contents of containers and tensors.
 
-    What an attribute only refers to (a model, a tokenizer) is left alone, and so is what is kept elsewhere, in a file
-    or a closure, and what is large.
+    Does not save what an attribute only refers to (a model, a tokenizer), what is kept elsewhere (in a file or a
+    closure), or large objects.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
@@ -254,7 +254,7 @@ class SavedState:
                 self._saved.append((owner, attributes))
 
     def restore(self) -> None:
-        """Every object as it was."""
+        """Restores every object."""
         for owner, attributes in self._saved:
             state = vars(owner)
             for name in state.keys() - attributes.keys():
@@ -266,7 +266,7 @@ class SavedState:
 
 
 class _Copier:
-    """Copies containers and tensors, up to a size; of anything else it returns the object itself."""
+    """Copies containers and tensors, up to a size; returns anything else itself."""
 
     def __init__(self) -> None:
         self._left = _MAX_PARTS
@@ -296,12 +296,12 @@ class _Copier:
 
 
 def _version(value: Any) -> int:
-    """How often a tensor has been changed, counted from 1; 0 for what does not count it."""
+    """Returns how often a tensor has been changed, counted from 1; 0 for a value without such a count."""
     return value._version + 1 if type(value) is torch.Tensor and not value.is_inference() else 0
 
 
 def _put_back(value: Any, content: Any) -> None:
-    """The contents of before into the same container or tensor: others may hold it too."""
+    """Restores the contents of the same container or tensor, because others may hold it, too."""
     if type(value) in _SEQUENCES:
         value.clear()
         value.extend(content)

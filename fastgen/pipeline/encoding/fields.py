@@ -10,26 +10,26 @@ from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.settings import must_be
 
 _LONGEST = 80  # characters of a value in a message
-_LARGEST = 2**31 - 1  # of a size: a vector of more numbers is none
+_LARGEST = 2**31 - 1  # limit of a size: no vector has more elements
 
 
 class Fields:
-    """The fields of one file, or of none, where the model does without.
+    """The fields of one file; empty if the model has no such file.
 
-    Every method raises `SetupError` where the value is of another type than its own. A field that is null is missing.
+    Every method raises `SetupError` if the value has the wrong type. A field that is null counts as missing.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any] | None) -> None:
         self.path, self._is_there = path, values is not None
         self.values = dict(values or {})
-        """All of them, as they are in the file."""
+        """All fields, as they are in the file."""
 
     def __bool__(self) -> bool:
         """Whether there is such a file."""
         return self._is_there
 
     def get(self, name: str, kind: Any, default: Any = None) -> Any:
-        """A value of this type."""
+        """Returns a value of this type."""
         found = self.values.get(name)
         if found is None:
             return default
@@ -38,14 +38,14 @@ class Fields:
         return found
 
     def size(self, name: str) -> int | None:
-        """A positive number."""
+        """Returns a positive number."""
         found: int | None = self.get(name, int)
         if found is not None and found < 1:
             raise self.wrong(name, "a positive number")
         return found
 
     def texts(self, name: str) -> dict[str, str]:
-        """An object of strings."""
+        """Returns an object of strings."""
         found: dict[str, str] = self.get(name, dict[str, str], {})
         for key, value in found.items():
             if type(value) is not str:
@@ -53,7 +53,7 @@ class Fields:
         return found
 
     def needed(self, name: str) -> int:
-        """A positive number of elements of a tensor."""
+        """Returns a positive number of elements of a tensor, which must be given."""
         found = self.size(name)
         if found is None:
             raise SetupError(f"{self.path} has no {name}: it must be a positive number")
@@ -66,11 +66,11 @@ class Fields:
 
 
 def short(value: Any) -> str:
-    """A value in a message."""
+    """Formats a value for a message."""
     text = repr(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def is_folder(path: str) -> bool:
-    """Whether this names a folder of a model that does not lead out of it, or the model's own."""
+    """Whether this names a folder inside the model's folder, or that folder itself."""
     return not (path.startswith("/") or "\\" in path or "\0" in path or ".." in path.split("/"))

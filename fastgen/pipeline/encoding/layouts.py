@@ -1,7 +1,7 @@
-"""What vectors and labels are in the journal and in each format of the output.
+"""The form of vectors and labels in the journal and in each format of the output.
 
 - `.npy`: one array [records, size]. The row of a skipped record is NaN, so that row n is record n.
-- `.jsonl`, `.csv`: a record a line. Skipped records are left out.
+- `.jsonl`, `.csv`: a record per line. Skipped records are left out.
 - `.parquet`: the same as columns.
 """
 
@@ -21,7 +21,7 @@ class Vectors(Layout):
     """A vector for each text.
 
     Args:
-        size: numbers of a vector.
+        size: elements of a vector.
         dtype: float32 or float16.
     """
 
@@ -33,7 +33,7 @@ class Vectors(Layout):
         self._size, self.dtype = size, numpy.dtype(dtype).newbyteorder("<")
 
     def of_row(self, numbers: Any) -> Result:
-        """Of a vector, its bytes in base64: what the journal keeps is exact, and short."""
+        """Returns a vector's bytes in base64: exact and short for the journal."""
         return {"vector": base64.b64encode(numbers.tobytes()).decode("ascii")}
 
     def column_types(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Vectors(Layout):
             self._write_array(handle, results)
 
     def _write_array(self, handle: BinaryIO, results: Iterable[Result]) -> None:
-        """The array row by row; how many there are is known at the end, and the header has room for it."""
+        """Writes the array row by row. The number of rows is known at the end, and the header has room for it."""
         import numpy
 
         start = self._header(0)
@@ -89,8 +89,8 @@ class Labels(Layout):
     """Labels with their scores, best first. `label` and `score` are the first ones.
 
     Args:
-        labels: those of the model.
-        count: how many are written of each record.
+        labels: the model's labels.
+        count: how many are written for each record.
     """
 
     dtype = "float32"
@@ -104,7 +104,7 @@ class Labels(Layout):
         self._columns = ("id", "input", *pair, "label", "score", *(name for both in numbered for name in both))
 
     def of_row(self, numbers: Any) -> Result:
-        """The best labels with their scores; of equal ones the first of the model comes first."""
+        """Returns the best labels with their scores; equal scores keep the model's order."""
         scores = numbers.tolist()
         best = sorted(range(len(scores)), key=lambda label: (-scores[label], label))[: self._count]
         return {"labels": [self._labels[label] for label in best], "scores": [scores[label] for label in best]}

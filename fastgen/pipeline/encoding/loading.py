@@ -1,4 +1,4 @@
-"""Loading a model that only encodes: with what its sentence-transformers files say, or with a classification head."""
+"""Loads an encoder-only model: with the settings in its sentence-transformers files, or with a classification head."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from fastgen.pipeline.loading import (
     sentence_files_of,
 )
 
-# A checkpoint may have heads that are not asked for.
+# A checkpoint may have heads that are not used.
 _NEEDED = {"missing": "missing", "mismatched": "misshapen"}
-# What tokenizers say where they know of no limit is a number far beyond any.
+# Tokenizers without a limit report a huge number.
 _NO_LIMIT = 10**9
 
 
-# What configurations call the numbers of a state.
+# Names of the hidden size in configurations.
 _HIDDEN = ("hidden_size", "d_model", "dim")
 
 
 @dataclass
 class LoadedEncoder(Loaded):
-    """A model that only encodes, with what the stages need to know about its inputs."""
+    """An encoder-only model, and what the stages need to know about its inputs."""
 
     longest: int | None
-    """The tokens to which inputs are cut; None where neither the model nor the options have a limit."""
+    """The tokens to which inputs are cut; None if neither the model nor the options have a limit."""
     prompt: str = ""
     prompt_length: int = 0
-    """Tokens of the prompt, with those that the tokenizer puts before it."""
+    """Tokens of the prompt, and those that the tokenizer puts before it."""
     lower_case: bool = False
 
     @property
     def pad_id(self) -> int:
-        """A token to pad with: what is padded is masked, so any will do where the model has none."""
+        """A padding token: padding is masked, so any token will do if the model has none."""
         found = self.tokenizer.pad_token_id
         return 0 if found is None else int(found)
 
@@ -51,7 +51,7 @@ class LoadedEncoder(Loaded):
 
     @abstractmethod
     def numbers(self, inputs: dict[str, Any]) -> Any:
-        """What the model makes of a padded batch: [rows, size] in float32."""
+        """Returns the model's output for a padded batch: [rows, size] in float32."""
 
 
 @dataclass
@@ -66,8 +66,8 @@ class LoadedEmbedder(LoadedEncoder):
         return super().decisive() | pooling | {"modules": [step.about for step in modules.steps]}
 
     def numbers(self, inputs: dict[str, Any], prompt_lengths: Any = None) -> Any:
-        """The vectors of texts, each of which may begin with a prompt of its own."""
-        # What is at padding does not matter: the modules mask it.
+        """Returns the vectors of texts, each of which may begin with a prompt of its own."""
+        # States of padding do not matter: the modules mask them.
         with process_settings.changed(**process_settings.unless_explicit(padding="zero")):
             states = self.model(**inputs)[0]
         skipped = self.prompt_length if prompt_lengths is None else prompt_lengths
@@ -78,7 +78,7 @@ class LoadedEmbedder(LoadedEncoder):
 class LoadedClassifier(LoadedEncoder):
     labels: list[str] = field(default_factory=list)
     scores: str = "softmax"
-    """What makes scores of the model's numbers: softmax, sigmoid, or raw."""
+    """The function that turns the model's logits into scores: softmax, sigmoid, or raw."""
 
     def decisive(self) -> dict[str, Any]:
         return super().decisive() | {"labels": self.labels, "scores": self.scores}
@@ -91,23 +91,23 @@ class LoadedClassifier(LoadedEncoder):
 
 
 def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:
-    """The model that the settings name, with its modules. Raises `SetupError` where any of it is damaged."""
+    """Loads the model that the settings name, with its modules. Raises `SetupError` if any part is damaged."""
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
 
     check_path(settings.model, gguf=True)
     modules = read_modules("" if is_gguf(settings.model) else sentence_files_of(settings.model), settings)
 
     def kind(config: Any) -> Any:
-        # Of models with a decoder, such as T5, many a checkpoint has the encoder alone.
+        # For models with a decoder, such as T5, many checkpoints contain only the encoder.
         return AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
 
-    # The pooler is not used: vectors are made of the hidden states.
+    # The pooler is not used: vectors are computed from the hidden states.
     model, tokenizer = read_model(settings, kind, needed=_NEEDED, unused="pooler.", folder=modules.folder)
     return prepare_embedder(model, tokenizer, settings, modules)
 
 
 def prepare_embedder(model: Any, tokenizer: Any, settings: EmbedOptions, modules: SentenceModules) -> LoadedEmbedder:
-    """Decide everything about a model that is in memory already."""
+    """Prepares a model that is in memory already."""
     if model.config.is_encoder_decoder and hasattr(model, "decoder"):
         model = model.get_encoder()
     config = model.config.get_text_config()
@@ -123,26 +123,26 @@ def prepare_embedder(model: Any, tokenizer: Any, settings: EmbedOptions, modules
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """The tokens that a text with this prompt begins with, those that the tokenizer puts before it among them."""
+    """Returns the tokens that texts with this prompt begin with, including those that the tokenizer puts before it."""
     ids = list(tokenizer(prompt)["input_ids"])
-    # The last of them may be what ends a text.
+    # The last token may be one that ends a text.
     return ids[:-1] if ids and ids[-1] in tokenizer.all_special_ids else ids
 
 
 def lowered(text: str) -> str:
-    """The text in lower case, as a tokenizer would have it."""
+    """Returns the text in lower case, as a tokenizer would lower it."""
     from tokenizers.normalizers import Lowercase
 
     return str(Lowercase().normalize_str(text))
 
 
 def load_classifier(settings: ClassifyOptions) -> LoadedClassifier:
-    """The model that the settings name. Raises `SetupError` where any of it is damaged, or there is no head."""
+    """Loads the model that the settings name. Raises `SetupError` if any part is damaged, or there is no head."""
     from transformers import AutoModelForSequenceClassification
 
     def kind(config: Any) -> Any:
         count = labels_of_adapters(settings.model)
-        if count not in (None, config.num_labels):  # nothing else says how many there are
+        if count not in (None, config.num_labels):  # nothing else gives their number
             config.num_labels = count
         return AutoModelForSequenceClassification
 
@@ -151,10 +151,10 @@ def load_classifier(settings: ClassifyOptions) -> LoadedClassifier:
 
 
 def prepare_classifier(model: Any, tokenizer: Any, settings: ClassifyOptions) -> LoadedClassifier:
-    """Decide everything about a model that is in memory already."""
+    """Prepares a model that is in memory already."""
     config = model.config
     if config.get_text_config().pad_token_id is None and tokenizer.pad_token_id is not None:
-        # Where a text ends is told by it, in models that read its last token.
+        # Models that read the last token of a text need it to find where the text ends.
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     count = config.num_labels
     if settings.top_k > count:
@@ -171,9 +171,9 @@ def prepare_classifier(model: Any, tokenizer: Any, settings: ClassifyOptions) ->
 
 
 def _longest(model: Any, tokenizer: Any, asked: int | None, named: int | None) -> int | None:
-    """The tokens of an input at most: those asked for, or named by the model's files, or what the model was made for.
+    """Returns the most tokens of an input: as asked for, or named by the model's files, or as the model was made for.
 
-    Raises `SetupError` where more are asked for than the model takes, or too few for what the tokenizer adds.
+    Raises `SetupError` if more are asked for than the model takes, or too few for the tokens that the tokenizer adds.
     """
     made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     usual = [
@@ -191,14 +191,14 @@ def _longest(model: Any, tokenizer: Any, asked: int | None, named: int | None) -
 
 
 def _places(model: Any, made_for: Any) -> int | None:
-    """How many places the model has an embedding for; None where it has none, as with relative positions."""
+    """Returns for how many positions the model has an embedding; None if it has none, as with relative positions."""
     import torch
 
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if isinstance(module, torch.nn.Embedding) and ("position" in last or last == "wpe"):
-            # RoBERTa and its kin count from the number after that of the padding.
+            # RoBERTa and related models count from the number after that of the padding.
             there = module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-            # BART and its kin have a few more of them than places.
+            # BART and related models have a few more embeddings than positions.
             return min(there, made_for) if isinstance(made_for, int) and made_for > 0 else there
     return None

@@ -1,4 +1,4 @@
-"""What follows the model, as its sentence-transformers files say: pooling, layers, normalisation; and its prompts.
+"""The modules after the model in sentence-transformers files (pooling, layers, normalisation), and its prompts.
 
 `modules.json` lists the modules in order, each with its type and the folder of its files. Files are data: a type is
 looked up here and never imported, and weights are tensors.
@@ -17,7 +17,7 @@ from fastgen.pipeline.encoding.options import POOLINGS, EmbedOptions
 from fastgen.pipeline.errors import SetupError, explained
 from fastgen.pipeline.loading import file_of, read_json_object
 
-# Older files have a truth value for each kind of pooling, in whose order vectors are joined.
+# Older files have a flag for each kind of pooling; vectors are joined in this order.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -36,38 +36,38 @@ _VECTOR = "sentence_embedding"
 
 @dataclass
 class Step:
-    """A module behind the pooling."""
+    """A module after the pooling."""
 
     run: Callable[[Any], Any]
-    """From vectors [rows, size] in float32 to others."""
+    """Maps vectors [rows, size] in float32 to others."""
     about: dict[str, Any]
-    """What the journal keeps: its type, its file's contents, and sums of its weights."""
+    """What the journal keeps: the type, the file's contents, and sums of the weights."""
     sizes: tuple[str, int | None, int | None] = ("", None, None)
-    """Its file, and how many numbers go in and come out, as far as that says so."""
+    """The file, and the sizes of input and output vectors, as far as the file gives them."""
 
 
 @dataclass
 class SentenceModules:
-    """What is done before and after the model."""
+    """The processing before and after the model."""
 
     pooling: tuple[str, ...] = ("mean",)
     include_prompt: bool = True
     steps: list[Step] = field(default_factory=list)
     folder: str = ""
-    """Where the model itself is."""
+    """The folder of the model itself."""
     max_length: int | None = None
     lower_case: bool = False
     prompt: str = ""
     said: bool = False
-    """Whether the model's files say all this."""
+    """Whether the model's files contain all this."""
     pooled: tuple[str, int | None] = ("", None)
-    """The file of the pooling, and how many numbers of a state that says there are."""
+    """The file of the pooling, and the size of a state that it gives."""
 
     def check(self, hidden: int | None) -> None:
-        """Raises `SetupError` where a module takes vectors of another size than those that it gets.
+        """Raises `SetupError` if a module takes vectors of another size than it gets.
 
         Args:
-            hidden: numbers of a state of the model; None where its configuration does not say.
+            hidden: size of the model's states; None if its configuration does not give it.
         """
         file, states = self.pooled
         _check_size(file, states, hidden)
@@ -78,12 +78,12 @@ class SentenceModules:
             size = out or into or size
 
     def __call__(self, states: Any, mask: Any, prompt_length: Any = 0) -> Any:
-        """The vectors [rows, size] of texts, in float32.
+        """Returns the vectors [rows, size] of texts, in float32.
 
         Args:
             states: the last hidden states [rows, length, hidden].
-            mask: 1 for tokens and 0 for padding, [rows, length]. What is at padding does not matter, not even a NaN.
-            prompt_length: tokens of the prompt, with those that the tokenizer puts before it: a number, or [rows, 1].
+            mask: 1 for tokens and 0 for padding, [rows, length]. States of padding do not matter; they may even be NaN.
+            prompt_length: tokens of the prompt, and those that the tokenizer puts before it: a number, or [rows, 1].
         """
         import torch
 
@@ -100,12 +100,12 @@ def _check_size(file: str, wanted: int | None, given: int | None) -> None:
 
 
 def _pool(kind: str, states: Any, mask: Any, skipped: Any) -> Any:
-    """One vector for each text. The first `skipped` tokens of each take part in none."""
+    """Returns one vector for each text. Ignores the first `skipped` tokens of each."""
     import torch
 
     rows = torch.arange(len(states), device=states.device)
-    place = mask.long().cumsum(dim=1)  # of each token in its text, from 1
-    # Where a text was cut within the prompt, nothing would be left.
+    place = mask.long().cumsum(dim=1)  # position of each token in its text, from 1
+    # If a text was cut within the prompt, its last token is kept: otherwise nothing would be left.
     kept = mask.bool() & (place > torch.minimum(place[:, -1:] - 1, torch.as_tensor(skipped, device=place.device)))
     if kind in ("cls", "lasttoken"):
         found = kept.int() if kind == "cls" else kept.int() * place
@@ -121,12 +121,12 @@ def _pool(kind: str, states: Any, mask: Any, skipped: Any) -> Any:
 
 
 def read_modules(name: str, settings: EmbedOptions) -> SentenceModules:
-    """What the files of a model say, with the options in place of what they say.
+    """Reads the files of a model, and applies the options over them.
 
     Args:
         name: a directory or hub name; empty for a model in memory that came from neither.
 
-    Raises `SetupError` where they ask for a module that is not known here, are damaged, or lack the prompt.
+    Raises `SetupError` if the files ask for an unknown module, are damaged, or lack the prompt.
     """
     found = SentenceModules()
     if listed := file_of(name, "modules.json"):
@@ -162,14 +162,14 @@ def _read_list(name: str, listed: Path, found: SentenceModules, asked: str | Non
                 raise SetupError(f"{listed}: module {folder} is not one of the text's vector, which is not supported")
             found.steps.append(_STEPS[kind](name, folder, fields))
             found.steps[-1].about |= {"type": kind, "config": fields.values}
-        elif kind != "Dropout":  # which does nothing outside training
+        elif kind != "Dropout":  # it does nothing outside training
             raise SetupError(f"{listed}: a module of type {short(kind)[1:-1]} in place {folder!r} is not supported")
     if not pooled:
         raise SetupError(f"{listed} has no module of type Pooling: models without one are not supported")
 
 
 def _entries(listed: Path) -> list[tuple[str, str]]:
-    """The modules that the file lists: the last part of their types, and their folders."""
+    """Returns the modules that the file lists: the last part of their types, and their folders."""
     with explained(f"{listed} is damaged"):
         read = json.loads(listed.read_text(encoding="utf-8"))
     if not isinstance(read, list):
@@ -189,7 +189,7 @@ def _entries(listed: Path) -> list[tuple[str, str]]:
 
 
 def _read_pooling(found: SentenceModules, fields: Fields, listed: Path, folder: str, asked: str | None) -> None:
-    """What the configuration of the Pooling module says, unless a pooling is asked for."""
+    """Reads the configuration of the Pooling module, unless a pooling is asked for."""
     found.include_prompt = fields.get("include_prompt", bool, True)
     if asked is not None:
         return
@@ -206,7 +206,7 @@ def _poolings(fields: Fields) -> tuple[str, ...]:
     asked = fields.values.get("pooling_mode")
     if asked is None:
         flags = {kind: fields.get(flag, bool, False) for flag, kind in _POOLING_FLAGS.items()}
-        # The library's own default, where the file has none of them.
+        # The library's own default, if the file has none of them.
         is_said = any(fields.values.get(flag) is not None for flag in _POOLING_FLAGS)
         asked = [kind for kind, is_set in flags.items() if is_set] if is_said else ["mean"]
         if not asked:
@@ -223,7 +223,7 @@ def _poolings(fields: Fields) -> tuple[str, ...]:
 
 
 def read_prompts(name: str) -> dict[str, str]:
-    """The prompts that come with a model, by name. Raises `SetupError` where its file is damaged."""
+    """Returns the prompts that come with a model, by name. Raises `SetupError` if their file is damaged."""
     return _fields(name, _PROMPTS).texts("prompts")
 
 
@@ -248,7 +248,7 @@ def _normalize(vectors: Any) -> Any:
 
 
 def _dense_step(name: str, folder: str, fields: Fields) -> Step:
-    """A linear layer with an activation, and perhaps what went in added to what comes out."""
+    """A linear layer with an activation, and optionally a residual connection."""
     import torch
 
     path = fields.get("activation_function", str, "torch.nn.modules.activation.Tanh")
@@ -291,7 +291,7 @@ _STEPS: dict[str, Callable[[str, str, Fields], Step]] = {
 def _loaded(
     name: str, folder: str, fields: Fields, kinds: Mapping[str, Callable[[], Any]]
 ) -> tuple[Any, dict[str, Any]]:
-    """Layers with the tensors of a module's file, by their names in it, and what the journal keeps of these."""
+    """Returns layers with the tensors of a module's file, by their names in it, and what the journal keeps of these."""
     import torch
 
     file, weights = _weights(name, folder)
@@ -303,7 +303,7 @@ def _loaded(
 
 
 def _weights(name: str, folder: str) -> tuple[Path, dict[str, Any]]:
-    """The file of a module's tensors, and these in float32. Nothing in the file is run."""
+    """Returns the file of a module's tensors, and these in float32. Runs no code from the file."""
     import torch
 
     if path := file_of(name, "model.safetensors", folder):
@@ -321,7 +321,7 @@ def _weights(name: str, folder: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _sums(weights: Mapping[str, Any]) -> dict[str, list[float]]:
-    """A number of all elements of each tensor, and some of them."""
+    """Returns the sum of all elements of each tensor, and a sample of them."""
     return {key: [float(value.double().sum()), *value.flatten()[:: max(1, value.numel() // 64)].tolist()]
             for key, value in sorted(weights.items())}  # fmt: skip
 

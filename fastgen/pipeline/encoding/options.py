@@ -1,4 +1,4 @@
-"""The options of `fastgen-embed` and `fastgen-classify`, each as one value."""
+"""The options of `fastgen-embed` and `fastgen-classify`, each set as one value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions, among, check_types, option
 
 POOLINGS = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
-"""How the vectors of tokens become one, by the names that sentence-transformers has for it."""
+"""How the vectors of tokens become one, by their names in sentence-transformers."""
 SCORES = ("auto", "softmax", "sigmoid", "raw")
 OUTPUT_DTYPES = ("float32", "float16")
 

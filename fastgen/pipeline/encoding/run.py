@@ -1,4 +1,6 @@
-"""What is `fastgen-embed`'s and `fastgen-classify`'s own in a run: from text to tokens, through a model, to numbers."""
+"""The parts of a run specific to `fastgen-embed` and `fastgen-classify`: text to tokens, through a model, to
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from fastgen.pipeline.records import Problem, Record, Result
 from fastgen.pipeline.run import DataRun, Results, RunReport
 from fastgen.pipeline.settings import DataOptions
 
-# What a pass costs beside its tokens, in tokens: measured with all-MiniLM-L6-v2 on two cores.
+# Fixed cost of a forward pass beside its tokens, in tokens: measured with all-MiniLM-L6-v2 on two cores.
 PASS_COST = 128
 
 
@@ -47,7 +49,7 @@ def embed_dataset(
         model: a directory or hub name, or a model in memory.
         input: a file, a data set, or "-" for standard input.
         output: the file to write. A .npy file holds [records, size] numbers in `output_dtype`, float32 by default.
-        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        tokenizer: the tokenizer of a model in memory; otherwise it is loaded with the model.
         **options: the fields of `EmbedOptions`.
 
     Returns:
@@ -71,7 +73,7 @@ def classify_dataset(
 ) -> RunReport:
     """Writes labels and scores for every text of a data set, in input order.
 
-    The model has a classification head, and `options` are the fields of `ClassifyOptions`. All else is as for
+    The model has a classification head, and `options` are the fields of `ClassifyOptions`. Everything else is as for
     `embed_dataset`.
     """
     return Classify.over(model, input, output, tokenizer, process_settings.renamed(options))
@@ -82,7 +84,7 @@ class _Encode(DataRun):
     layout: Vectors | Labels
     rules = {"pass_cost": PASS_COST}
     with_input = True
-    """Whether results hold the input."""
+    """Whether results include the input."""
 
     def automatic_batch(self) -> tuple[int, int]:
         rows, tokens = automatic_batch(self.loaded.model, None, self.loaded.longest or USUAL_LENGTH)
@@ -93,7 +95,7 @@ class _Encode(DataRun):
 
         found: list[Result] = []
         for output in done.outputs:
-            with numpy.errstate(over="ignore"):  # what does not fit into the type becomes infinite
+            with numpy.errstate(over="ignore"):  # numbers beyond the type's range become infinite
                 values = output.values.astype(self.layout.dtype)
             found += [self._result(row, numbers) for row, numbers in zip(output.rows, values, strict=True)]
         return lambda: found
@@ -146,7 +148,7 @@ class Classify(_Encode):
 
 
 class Tokens:
-    """Turns records into what the model gets. Texts that are too long are cut, and say so."""
+    """Converts records into the model's inputs. Texts that are too long are cut, and marked as truncated."""
 
     def __init__(self, loaded: LoadedEncoder) -> None:
         self._loaded = loaded
@@ -156,7 +158,7 @@ class Tokens:
     def __call__(self, records: Sequence[Record]) -> list[Record]:
         encoded = self._encoded(records, self._cut)
         ids = encoded["input_ids"]
-        # Whether a text of just the greatest length was longer is not said.
+        # For a text of exactly the greatest length, the tokenizer does not tell whether it was cut.
         full = [row for row, found in enumerate(ids) if len(found) == self._loaded.longest]
         whole = self._encoded([records[row] for row in full], {})["input_ids"] if full else []
         truncated = {row for row, found in zip(full, whole, strict=True) if len(found) > len(ids[row])}
@@ -181,7 +183,7 @@ class Tokens:
 
 @dataclass
 class Values:
-    """What the model made of some rows: an array [rows, size] in float32, a vector or the numbers of the labels."""
+    """The model's output for some rows: an array [rows, size] in float32, of vectors or of the labels' numbers."""
 
     rows: list[Record]
     values: Any
@@ -189,7 +191,7 @@ class Values:
 
 class EncodingStage(BatchStage[Values]):
     def __init__(self, loaded: LoadedEncoder, settings: DataOptions) -> None:
-        # Whether a short forward pass is recorded depends on those before it, which a resumed run does not repeat.
+        # Whether a short forward pass is recorded depends on earlier ones, which a resumed run does not repeat.
         super().__init__(loaded.device, settings.weights | process_settings.unless_explicit(captured_step="never"))
         self._loaded = loaded
 
@@ -207,7 +209,7 @@ class EncodingStage(BatchStage[Values]):
         return self._loaded.numbers(inputs)
 
     def dimension(self) -> int:
-        """How many numbers there are of a text, found by making those of one."""
+        """Returns how many numbers a text yields, by running one."""
         ids = self._loaded.tokenizer(self._loaded.prompt + "a")
         others = {name: list(ids[name]) for name in ids if name not in ("input_ids", "attention_mask")}
         record = Record(0, 1, 0, "a", ids=list(ids["input_ids"]), others=others)

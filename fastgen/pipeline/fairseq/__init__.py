@@ -1,9 +1,9 @@
 """FairSeq's generation commands on the stages of the pipeline.
 
-What is printed is what `fairseq-generate` and `fairseq-interactive` print, byte for byte where the numbers are the
-same: models, tasks, dictionaries, tokenizers and scorers are FairSeq's own, used in the order in which its commands use
-them, so that a seed draws the same samples. Worker processes put numbers into words, and one scores them. They are
-forked once the model is loaded, as those of FairSeq's data loader are; elsewhere a thread does their work.
+Their output is that of `fairseq-generate` and `fairseq-interactive`, byte for byte if the numbers are equal: models,
+tasks, dictionaries, tokenizers and scorers are FairSeq's own, used in the same order as by its commands, so that a seed
+draws the same samples. Worker processes turn token ids into text, and one scores it. They are forked once the model is
+loaded, like those of FairSeq's data loader; where forking is not safe, a thread does their work.
 
 A configuration is what FairSeq makes of a command line (`convert_namespace_to_omegaconf`).
 """

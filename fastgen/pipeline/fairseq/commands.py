@@ -1,5 +1,6 @@
-"""`fairseq-generate`: batches of a data directory, scored where there are references. `fairseq-interactive`: lines of a
-user's or of a file, a buffer at a time. `fairseq-eval-lm`: a language model's perplexity of a data set."""
+"""`fairseq-generate`: batches of a data directory, scored if there are references. `fairseq-interactive`: lines of a
+user or of a file, a buffer at a time. `fairseq-eval-lm`: a language model's perplexity on a data set.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ class Generate(FairseqRun):
 
 
 class Interactive(FairseqRun):
-    """`fairseq-interactive`. Lines are read in the thread of the model, which then is not ahead of its user."""
+    """`fairseq-interactive`. The model's thread reads the lines, so that it does not get ahead of its user."""
 
     interactive = True
 
@@ -149,13 +150,13 @@ class Interactive(FairseqRun):
         self._buffer += written
 
     def leave(self) -> None:
-        """Prints what is finished and has waited for the rest of its buffer, also when the run has been interrupted."""
+        """Prints what is finished and has waited for the rest of its buffer, even if the run has been interrupted."""
         written, self._buffer = sorted(self._buffer, key=lambda written: written.result["id"]), []
         self._print(written)
 
 
 def _buffers(name: str, size: int) -> Iterator[list[str]]:
-    """The lines of a file or of standard input, so many at a time, without white space around them."""
+    """Yields the lines of a file or of standard input, `size` at a time, without surrounding white space."""
     with contextlib.ExitStack() as files:
         lines: Iterator[str] = iter(sys.stdin)
         if name != "-":
@@ -165,7 +166,7 @@ def _buffers(name: str, size: int) -> Iterator[list[str]]:
             while buffer := [line.strip() for line in islice(lines, size)]:
                 yield buffer
                 if len(buffer) < size:
-                    return  # a terminal that has said its end would be asked again
+                    return  # reading a terminal again after its end would ask for more
 
 
 def generate(
@@ -178,9 +179,9 @@ def generate(
     """Runs `fairseq-generate` with a configuration.
 
     Args:
-        workers: processes that put the outputs into words, by default one for every four cores; 0 for a thread.
-        output: where the lines go, by default standard output, or what --results-path says; messages go there as well.
-        keep: also given what has been printed, batch by batch.
+        workers: processes that turn outputs into text, by default one for every four cores; 0 for a thread.
+        output: where the lines go, by default standard output, or the file of --results-path; messages go there, too.
+        keep: also receives what has been printed, batch by batch.
         begins: called when everything is loaded, before anything is printed.
 
     Raises:
@@ -213,7 +214,7 @@ def interact(
 
 
 def evaluate(cfg: Any) -> None:
-    """Runs `fairseq-eval-lm` with a configuration, on faster layers. Its numbers go to the log, as FairSeq's do.
+    """Runs `fairseq-eval-lm` with a configuration, on faster layers. Its numbers go to the log, like FairSeq's.
 
     Raises:
         SetupError: it failed.

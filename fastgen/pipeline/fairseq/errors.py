@@ -12,12 +12,12 @@ from fastgen.pipeline.errors import one_line
 
 
 def reason(error: Exception) -> str:
-    """Why, on one line. FairSeq and torch tell some things at length."""
+    """Returns the reason on one line. Some messages of FairSeq and torch are long."""
     text = str(error)
     if isinstance(error, FileNotFoundError) and error.filename:
         return f"{error.filename} is missing"
     if "Error(s) in loading state_dict" in text:
-        if "in_proj_weight" in text:  # which encoders of FairSeq 0.12.2 save besides, and fairseq-fixed refuses
+        if "in_proj_weight" in text:  # encoders of FairSeq 0.12.2 save it in addition, and fairseq-fixed refuses it
             return "its encoder was saved by another release of FairSeq, with weights that this one does not know"
         differences = [line.strip() for line in text.splitlines()[1:] if line.strip()]
         return (
@@ -28,7 +28,7 @@ def reason(error: Exception) -> str:
     if architecture is not None:
         return f"FairSeq does not know its architecture {architecture.group(1)!r} (--user-dir imports code that does)"
     if isinstance(error, AssertionError) and re.fullmatch(r"(\d+) < \1", text):
-        # FairSeq's generator has come to the greatest length with a source that has no hypothesis.
+        # FairSeq's generator has reached the greatest length with a source that has no hypothesis.
         return "no hypothesis of a source has come to an end: its scores are no numbers, or no token was allowed"
     if "in DataLoader worker process" in text:
         return text.strip().splitlines()[-1]

@@ -1,6 +1,6 @@
-"""FairSeq's files: loading models, and outputs in the formats of `fastgen-generate`.
+"""FairSeq's files: loads models, and writes outputs in the formats of `fastgen-generate`.
 
-Importing this imports neither torch nor FairSeq.
+Importing this module imports neither torch nor FairSeq.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastgen.fairseq")
 
-# What torch.save writes: a zip archive, or a pickle before torch 1.6.
+# First bytes of what torch.save writes: a zip archive, or a pickle before torch 1.6.
 _CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80")
-_FIRST = '{"journal": "lines of FairSeq"}'  # of a work file, which is told by it as that of a run of Transformers is
+_FIRST = '{"journal": "lines of FairSeq"}'  # identifies the work file, as for a run of Transformers
 
 
 def saved_by_torch(path: str | Path) -> bool:
-    """Whether a file begins as those that torch saves."""
+    """Whether a file begins like those that torch saves."""
     with open(path, "rb") as handle:
         return handle.read(4).startswith(_CHECKPOINT_STARTS)
 
 
 def load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple[list[Any], Any]:
-    """The models of checkpoints and the configuration in them; without `cfg`, models with a task of their own."""
+    """Loads the models of checkpoints and the configuration in them; without `cfg`, models with a task of their own."""
     from fairseq import checkpoint_utils
     from fairseq.models import FairseqLanguageModel
     from fairseq.tasks.translation import TranslationTask
@@ -63,7 +63,7 @@ def load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple[
 
 
 def check_saved_by_torch(paths: list[str]) -> None:
-    """Raises a ValueError for a file that is no checkpoint, of which torch would only say what it has stumbled over."""
+    """Raises a ValueError for a file that is no checkpoint, because torch's own error would not tell that."""
     for path in paths:
         if os.path.isfile(path) and not saved_by_torch(path):
             raise ValueError(f"{path} is nothing that torch has saved")
@@ -72,8 +72,8 @@ def check_saved_by_torch(paths: list[str]) -> None:
 class Records:
     """An output file with a record for every source, in the order of the sources.
 
-    FairSeq's lines are kept in a work file as they come, so that what is finished is there whatever happens. The file
-    itself is there when the run is complete. For standard output there is no work file.
+    FairSeq's lines go to a work file as they come, so that finished ones are kept whatever happens. The output file
+    appears when the run is complete. For standard output there is no work file.
     """
 
     def __init__(self, name: str, overwrite: bool) -> None:
@@ -101,7 +101,7 @@ class Records:
             raise SetupError(f"cannot write {self.partial}: {one_line(error)}") from error
 
     def close(self) -> bool:
-        """The run is over; returns whether anything is left in the work file. Of one without a line nothing is left."""
+        """Ends the run; returns whether the work file has any content. A file without lines is removed."""
         self.lines.close()
         if is_special(self.partial):
             return False
@@ -110,11 +110,11 @@ class Records:
         return self.partial.exists()
 
     def keep(self, written: Iterable[Written]) -> None:
-        """Take what has been finished."""
+        """Stores finished results."""
         self._results.update((one.result["id"], one.result) for one in written)
 
     def finish(self, sources: int) -> None:
-        """Write the output of all sources. Of one that was left out, a text file has an empty line."""
+        """Writes the output of all sources. For a source that was left out, a text file has an empty line."""
         ids = range(sources) if self._form == "txt" else sorted(self._results)
         lines = (GENERATION.line(self._results.get(id, {}), self._form) for id in ids)
         if self._to_stdout:

@@ -1,6 +1,6 @@
-"""Sentences in numbers, as they come from the model, and in words, as they are printed and scored.
+"""Converts sentences from token ids, as the model returns them, into text, as it is printed and scored.
 
-A worker makes one of the other. Dictionaries, tokenizers and scorers are FairSeq's.
+Workers do this. Dictionaries, tokenizers and scorers are FairSeq's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BASE_2 = math.log(2)
 
 
 Hypothesis = dict[str, Any]
-"""FairSeq's hypothesis in plain numbers, which cross to another process cheaply; scores are to the base 2."""
+"""FairSeq's hypothesis as plain numbers, which are cheap to send to another process; scores are to the base 2."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Sentence:
     """A source with its hypotheses, best first.
 
     Attributes:
-        source, target: tokens without padding; None where there are none.
-        original: the texts of source and target where the data set has kept them (--replace-unk).
+        source, target: tokens without padding; None if there are none.
+        original: the texts of source and target if the data set has kept them (--replace-unk).
         constraints: tokens that had to be in the output.
-        seconds: what it took, for an interactive user.
+        seconds: the time that it took, for an interactive user.
     """
 
     id: int
@@ -46,7 +46,7 @@ Pair = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Written:
-    """A sentence in words.
+    """A sentence as text.
 
     Attributes:
         lines: as they are printed.
@@ -60,7 +60,7 @@ class Written:
 
 
 class Writer:
-    """Puts sentences into words, in a worker."""
+    """Turns sentences into text, in a worker."""
 
     def __init__(self, task: Any, cfg: Any, strip: set[int], interactive: bool, scores_text: bool) -> None:
         from fairseq import utils
@@ -82,7 +82,7 @@ class Writer:
         self._scores_text = scores_text
 
     def encode(self, text: str) -> str:
-        """A line of a user's as the dictionary's symbols."""
+        """Encodes a user's line as symbols of the dictionary."""
         text = self._tokenizer.encode(text) if self._tokenizer is not None else text
         return self._bpe.encode(text) if self._bpe is not None else text
 
@@ -122,7 +122,7 @@ class Writer:
         return Written(text, pair, result)
 
     def _texts(self, sentence: Sentence) -> tuple[str, str | None]:
-        """The source and the target; a user gets the source back as the model has read it."""
+        """Returns the source and the target; an interactive user gets the source as the model has read it."""
         source, target = sentence.original or ("", None)
         if sentence.original is None and sentence.source is not None:
             source = self._source.string(_tensor(sentence.source), self._symbol)
@@ -166,12 +166,12 @@ class Writer:
             return target, output
         if self._align is None and self._symbol is None:
             return sentence.target, tokens.tolist()
-        # Words, not their parts, are compared. The dictionary grows by those that it does not have.
+        # Compares words, not their parts. The dictionary grows by the words that it lacks.
         return tuple(self._target.encode_line(text, add_if_not_exist=True).tolist() for text in (target, output))
 
 
 class Scorer:
-    """FairSeq's scorer, in a process of its own: it takes pairs in order, and says the result when it is given none."""
+    """FairSeq's scorer, in a process of its own: takes pairs in order, and returns the result when it is given none."""
 
     def __init__(self, cfg: Any, dictionary: Any) -> None:
         from fairseq import scoring
@@ -190,7 +190,7 @@ class Scorer:
 
 
 def dictionaries(task: Any) -> tuple[Any, Any]:
-    """Of the source, or None where the source is no text, and of the target."""
+    """Returns the dictionaries of the source, or None if the source is no text, and of the target."""
     try:
         source = getattr(task, "source_dictionary", None)
     except NotImplementedError:
@@ -206,7 +206,7 @@ def plain(hypothesis: Any) -> Hypothesis:
 
     return {
         "tokens": hypothesis["tokens"].tolist(),
-        # Divided as the tensors that they are, in their own precision.
+        # Divided as tensors, in their own precision.
         "score": number(hypothesis["score"] / _BASE_2),
         "positional_scores": number(hypothesis["positional_scores"].div(_BASE_2)),
         "alignment": number(hypothesis["alignment"]),

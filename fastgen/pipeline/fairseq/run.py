@@ -1,4 +1,4 @@
-"""What the generating commands have in common in a run: loading, the stages, counting and printing."""
+"""The common parts of the generating commands: loading, the stages, counting and printing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Keep = Callable[[list[Written]], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of FairSeq's, and what the model has made of it."""
+    """One of FairSeq's batches, and the model's output for it."""
 
     sample: Any
     hypotheses: list[list[Any]]
@@ -38,12 +38,12 @@ class Batch:
 
 
 class FairseqRun(Run):
-    """What both commands have in common. A sample is a batch in FairSeq's form; None stands for the end of a buffer.
+    """The common parts of both commands. A sample is a batch in FairSeq's form; None marks the end of a buffer.
 
     Args:
         output: where the lines go.
         workers: worker processes; 0 does their work in a thread.
-        keep: also given what has been printed, batch by batch.
+        keep: also receives what has been printed, batch by batch.
     """
 
     interactive = False
@@ -76,7 +76,7 @@ class FairseqRun(Run):
         self._writer = Writer(self.task, self.cfg, strip, self.interactive, scores_text)
 
     def _load_models(self) -> None:
-        """Task and models, in the order in which FairSeq's commands load them: it decides what a seed draws."""
+        """Loads task and models in the order of FairSeq's commands, which determines what a seed draws."""
         import numpy as np
         import torch
         from fairseq import tasks, utils
@@ -106,7 +106,7 @@ class FairseqRun(Run):
             self._scorers = self.closing.enter_context(contextlib.closing(scorers))
 
     def process(self) -> Timing:
-        """Everything that is finished is printed, also what has waited for something else."""
+        """Runs the stages. Prints everything that is finished, even what has waited for something else."""
         try:
             return run_stages(self.plan(), self.compute, self._post, self._record, read_ahead=False)
         finally:
@@ -126,7 +126,7 @@ class FairseqRun(Run):
         return utils.resolve_max_positions(self.task.max_positions(), *(model.max_positions() for model in self.models))
 
     def compute(self, sample: Any) -> Batch | None:
-        """What the model makes of a sample. Raises a PipelineError that says what the matter is."""
+        """Returns the model's output for a sample. Raises a PipelineError with the reason for a failure."""
         from fairseq import utils
 
         if sample is None:
@@ -151,7 +151,9 @@ class FairseqRun(Run):
         return Batch(sample, hypotheses, time.perf_counter() - start)
 
     def _unknown_token(self, sample: Any) -> str | None:
-        """A token that is in the data and not in the dictionary: what a damaged data set looks like to a model."""
+        """Describes a token in the data that is not in the dictionary, on which the model of a damaged data set
+        fails.
+        """
         import torch
 
         named = (
@@ -213,29 +215,29 @@ class FairseqRun(Run):
             print(text, end="", file=self._output, flush=True)
 
     def report(self) -> RunReport:
-        """Samples are sources, and tokens those of their best hypotheses. The note is FairSeq's line of the scores.
+        """Reports samples (sources), and tokens of their best hypotheses. The note is FairSeq's line of the scores.
 
         Skipped are sources that were too long, in another shard, or in a batch that FairSeq drops.
         """
         notes = [] if self.score is None else [self.score]
         return RunReport(self.samples, self.sources - self.samples, self.tokens, notes=notes)
 
-    # What a command has of its own.
+    # What each command implements.
 
     def plan(self) -> Iterator[Any]:
-        """The samples."""
+        """Yields the samples."""
         raise NotImplementedError
 
     def _generator(self) -> Any:
-        """What generates, with all models ready."""
+        """Returns the generator, with all models ready."""
         raise NotImplementedError
 
     def _details(self, batch: Batch, row: int, id: int) -> dict[str, Any]:
-        """What a `Sentence` has besides tokens and hypotheses."""
+        """Returns the fields of a `Sentence` besides tokens and hypotheses."""
         raise NotImplementedError
 
     def _done(self, written: list[Written], tokens: int) -> None:
-        """A batch with so many generated tokens is in words."""
+        """Handles a batch that has become text, with this many generated tokens."""
         raise NotImplementedError
 
     def leave(self) -> None:
@@ -243,7 +245,7 @@ class FairseqRun(Run):
 
 
 def log_to(output: TextIO) -> None:
-    """FairSeq's messages go where its lines go, unless they go somewhere already."""
+    """Sends FairSeq's messages to the same output as its lines, unless logging is configured already."""
     logging.basicConfig(
         format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",

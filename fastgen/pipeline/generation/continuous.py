@@ -1,4 +1,4 @@
-"""Batches through the engine: a record that is done makes room for the next one, where that gains."""
+"""Runs batches through the engine: a finished record makes room for the next one, if that gains anything."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fastgen.pipeline.generation.model import ModelStage, RawOutput, SequenceSco
 from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.records import Problem, Record
 
-# Static batches are good where they are filled to this part, or are no more than so many.
+# Static batches are good enough if they are filled to this part, or if there are at most this many.
 FILLED, FEW_BATCHES = 0.75, 4
 # A record that has failed, and why.
 _Failure = tuple[Record, Problem]
 
 
 class ContinuousStage(ModelStage):
-    """Puts batches through the model as requests of the engine: a record that is done makes room for the next.
+    """Puts batches through the model as requests of the engine: a finished record makes room for the next.
 
     A continuous batch has many records for each slot. It begins and ends with all slots free, and within it the
-    engine's schedule counts tokens. So what a batch gives does not depend on the batches before, on the clock, or on
-    the process that runs it: a run that is resumed does the same again.
+    engine's schedule counts tokens. So a batch's result does not depend on earlier batches, on the clock, or on the
+    process that runs it: a resumed run computes the same.
     """
 
     def run(self, batch: Batch) -> BatchResult[RawOutput]:
@@ -38,11 +38,13 @@ class ContinuousStage(ModelStage):
         return done
 
     def _serve(self, rows: list[Record], at_once: int, done: BatchResult[RawOutput]) -> list[_Failure]:
-        """Runs records in slots, and those that have failed with others with fewer. Those that the engine refuses."""
+        """Runs records in slots, and failed ones again with fewer beside them. Returns those that the engine
+        refuses.
+        """
         refused: list[_Failure] = []
         while rows:
             failed = self._tried_in_slots(rows, at_once, done, refused)
-            # As static batches do: in halves while it is memory; one by one to find what the model does not take.
+            # As for static batches: halves while memory is short; single records to find one that the model refuses.
             is_memory = any(problem.kind == OUT_OF_MEMORY for _, problem in failed)
             at_once = max(min(at_once, len(rows)) // 2, 1) if is_memory else 1
             again = {row.position for row, _ in failed}
@@ -52,10 +54,10 @@ class ContinuousStage(ModelStage):
     def _tried_in_slots(
         self, rows: list[Record], at_once: int, done: BatchResult[RawOutput], refused: list[_Failure]
     ) -> list[_Failure]:
-        """Runs records in slots. Those that have failed and are to be run again, with fewer others.
+        """Runs records in slots. Returns those that have failed and must be run again, beside fewer others.
 
         Args:
-            refused: gets those that the engine refuses.
+            refused: receives the records that the engine refuses.
         """
         from fastgen.engine.continuous import ContinuousBatches
         from fastgen.engine.foreground import turns
@@ -69,7 +71,7 @@ class ContinuousStage(ModelStage):
                 made[self._request(row, options, slots)] = row, scores
             except ValueError as error:
                 refused.append((row, problem_of(error)))
-        # Without a limit for stalls the order depends on no clock.
+        # Without a stall limit, the order does not depend on a clock.
         executor, tokens_before = ContinuousBatches(self.loaded.model, slots, max_stall=None), self.tokens
         again: list[_Failure] = []
         for turn in turns(executor, list(made)):
@@ -98,21 +100,22 @@ class ContinuousStage(ModelStage):
         model, generation = self.loaded.model, self.loaded.generation
         ids = torch.tensor([row.ids], dtype=torch.long, device=self.loaded.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        # A seed of its own for every record, whatever it shares a batch with.
+        # Every record has its own seed, whatever it shares a batch with.
         seed = self.seed(row.position) if generation.do_sample else None
         return make(model, inputs, generation, options, seed, slots)
 
     def _take(
         self, done: BatchResult[RawOutput], request: Any, row: Record, scores: SequenceScores | None, is_alone: bool
     ) -> list[_Failure]:
-        """Takes what has come of a record; returns it if it is to be run again."""
+        """Takes a record's result; returns the record if it must be run again."""
         error = request.future.exception()
         if error is None:
             self._succeeded = True
             done.outputs.append(self.raw([row], request.future.result(), len(row.ids), scores))
             return []
         problem = problem_of(error)
-        # Others may have taken the memory. With a step, all fail whose criteria have seen it, whoever is at fault.
+        # Others may have taken the memory. If a step fails, all records whose criteria have seen it fail, whatever the
+        # cause.
         if not is_alone and (problem.kind == OUT_OF_MEMORY or request.failures):
             return [(row, problem)]
         self.out_of_memory += problem.kind == OUT_OF_MEMORY
@@ -121,9 +124,9 @@ class ContinuousStage(ModelStage):
 
 
 class AdaptiveStage(ContinuousStage):
-    """Runs records continuously where static ones would be far from full: only those of one length share one here.
+    """Runs records continuously if static batches, which need equal lengths here, would be far from full.
 
-    Their lengths alone decide, so a run that is resumed does as it did before.
+    Only their lengths decide, so a resumed run does the same as before.
     """
 
     def run(self, batch: Batch) -> BatchResult[RawOutput]:
@@ -137,12 +140,12 @@ class AdaptiveStage(ContinuousStage):
         return whole
 
     def _static_parts(self, batch: Batch) -> list[list[Record]]:
-        """The records of a batch as static ones have them."""
+        """Cuts the records of a batch into static batches."""
         rules = Rules(batch.at_once, equal_lengths=depends_on_padding(self.loaded))
         return [[batch.rows[index] for index in part] for part in cut([len(row.ids) for row in batch.rows], rules)]
 
     def _static(self, rows: list[Record], whole: BatchResult[RawOutput]) -> None:
-        """Adds what a static batch gives. Steps are captured, or not, as in all of the batch."""
+        """Adds the results of a static batch. Steps are captured, or not, as for the whole batch."""
         batch = whole.batch
         alike = batch.alike * batch.rounds
         done = ModelStage.run(self, replace(batch, rows=rows, alike=alike, at_once=sys.maxsize))
@@ -154,7 +157,7 @@ class AdaptiveStage(ContinuousStage):
         self.tell(len(rows))
 
     def _refuse(self, done: BatchResult[RawOutput], refused: list[_Failure]) -> None:
-        """What the engine refuses, as positions that may not do, `generate` itself may take."""
+        """Runs what the engine refuses, for example for its positions, by `generate` itself, which may accept it."""
         for part in self._static_parts(replace(done.batch, rows=[row for row, _ in refused])):
             self._static(part, done)
 
@@ -166,9 +169,10 @@ class AdaptiveStage(ContinuousStage):
 
 
 def batching_of(loaded: LoadedModel, settings: RunOptions) -> str:
-    """How records share the model: "static", "continuous", or "adaptive".
+    """Returns how records share the model: "static", "continuous", or "adaptive".
 
-    It depends on the model and the options alone, since batches are cut by it: a run may be resumed elsewhere.
+    This depends only on the model and the options, because it decides how batches are cut: a run may be resumed
+    elsewhere.
     """
     if settings.batching != "auto":
         return settings.batching

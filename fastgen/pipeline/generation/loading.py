@@ -1,4 +1,4 @@
-"""Loading a model that generates: with its task, its languages and its generation config, checked."""
+"""Loads a model that generates, with its task, its languages and its generation config, and checks them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fastgen.pipeline.loading import Loaded, base_of, file_of, read_json_object,
 
 @dataclass
 class LoadedModel(Loaded):
-    """A model ready to generate, with all that the other stages need to know about it."""
+    """A model ready to generate, and everything that the other stages need to know about it."""
 
     generation: Any
     prefix: str
     encoder_decoder: bool
     positions: int | None
-    """The most tokens that an input may have; None where the model does not say."""
+    """The most tokens of an input; None if the model does not give a limit."""
     pad_id: int = 0
     chat_template: str | None = None
-    """What inputs are put into, where they are conversations."""
+    """The template of inputs that are conversations."""
     form: dict[str, str] | None = None
-    """What outputs have."""
+    """The form of outputs."""
     grammar: Any = None
-    """The same, for the tokenizer."""
+    """The form, compiled for the tokenizer."""
 
     @property
     def asks_for_drafts(self) -> bool:
@@ -39,22 +39,22 @@ class LoadedModel(Loaded):
         fields = self.generation.to_dict().items()
         generation = {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}
         template = {} if self.chat_template is None else {"chat_template": self.chat_template}
-        if "strftime_now" in (self.chat_template or ""):  # the prompts of another day are others
+        if "strftime_now" in (self.chat_template or ""):  # prompts change with the date
             template["date"] = time.strftime("%Y-%m-%d")
         return {"generation": generation, **template, **({} if self.form is None else {"form": self.form})}
 
 
 def load(settings: RunOptions) -> LoadedModel:
-    """Load model and tokenizer and make the generation config. Raises `SetupError` where any of it is damaged."""
+    """Loads model and tokenizer, and makes the generation config. Raises `SetupError` if any part is damaged."""
     return prepare(*read(settings), settings)
 
 
 def read(settings: RunOptions) -> tuple[Any, Any]:
-    """Model and tokenizer. Raises `SetupError` where any of it is damaged."""
+    """Loads model and tokenizer. Raises `SetupError` if any part is damaged."""
     import fastgen.models.unilm  # noqa: F401 - makes its type known to the library
 
     def kind(config: Any) -> Any:
-        # The library goes on without a generation config that is damaged.
+        # The library ignores a damaged generation config.
         if file := file_of(base_of(settings.model), "generation_config.json"):
             read_json_object(file, "the generation config")
         return class_named(config) or class_of_type(config)
@@ -63,20 +63,20 @@ def read(settings: RunOptions) -> tuple[Any, Any]:
 
 
 def class_named(config: Any) -> Any:
-    """The class of the library that loads the architecture which a configuration names, with the head that its files
-    have; None where it names none that generates text from text.
+    """Returns the library's class that loads the architecture which a configuration names, with the head that its files
+    have; None if it names none that generates text from text.
     """
     named = set(config.architectures or ())
     return next((kind for kind, known in _classes_of(config) if named & {each.__name__ for each in known}), None)
 
 
 def class_of_type(config: Any) -> Any:
-    """The class of the library for a configuration that names no architecture that is known."""
+    """Returns the library's class for a configuration that names no known architecture."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
-    # The first of those that know it is the usual one, if that does.
+    # The usual class comes first, if it knows the type.
     return next((kind for kind, _ in _classes_of(config)), AutoModelForCausalLM)
 
 
@@ -86,21 +86,21 @@ def is_known(config: Any) -> bool:
 
 
 def _classes_of(config: Any) -> list[tuple[Any, list[type]]]:
-    """The classes of the library that know models of this type which generate text from text, and these models."""
+    """Returns the library's classes that know models of this type which generate text from text, and these models."""
     import transformers
 
     mappings = {
         transformers.AutoModelForCausalLM: transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.AutoModelForSeq2SeqLM: transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     }
-    if not config.is_encoder_decoder:  # others read pictures or sounds in the place of a text
+    if not config.is_encoder_decoder:  # encoder-decoder ones read images or audio instead of text
         mappings[transformers.AutoModelForMultimodalLM] = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
     found = [(kind, known[type(config)]) for kind, known in mappings.items() if type(config) in known]
     return [(kind, [one for one in (each if isinstance(each, tuple) else (each,)) if one]) for kind, each in found]
 
 
 def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
-    """Decide everything about a model that is in memory already."""
+    """Prepares a model that is in memory already."""
     encoder_decoder = bool(model.config.is_encoder_decoder)
     if encoder_decoder and settings.task == "text-generation":
         raise SetupError(f"model {settings.model} is an encoder-decoder: task text-generation needs a decoder-only one")
@@ -113,9 +113,9 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     with explained("the generation options do not fit together"):
         generation.validate()
     if not settings.to_text or (generation.num_beams or 1) > 1:
-        generation = _without_drafts(generation)  # there are none for calls that return scores, and for beams
-    # On the model as well: what is None here would otherwise be filled in from the model's own defaults. FastGen leaves
-    # a model whose defaults ask for drafts to the library, which refuses batches then.
+        generation = _without_drafts(generation)  # calls that return scores, and beams, have no drafts
+    # Also set on the model: options that are None here would otherwise be filled in from the model's own defaults.
+    # FastGen leaves a model whose defaults ask for drafts to the library, which then refuses batches.
     model.generation_config = _without_drafts(generation)
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
     positions = _input_limit(model.config, generation)
@@ -139,7 +139,7 @@ def _chat_template(tokenizer: Any, settings: RunOptions) -> str:
 
 
 def _without_drafts(generation: Any) -> Any:
-    """A copy that asks for none."""
+    """Returns a copy without options for drafts."""
     plain = copy.deepcopy(generation)
     for name in DRAFTS:
         if hasattr(plain, name):
@@ -148,7 +148,7 @@ def _without_drafts(generation: Any) -> Any:
 
 
 def _task(config: Any, settings: RunOptions) -> dict[str, Any]:
-    """What the model's `task_specific_params` lists for the task."""
+    """Returns the model's `task_specific_params` for the task."""
     listed = getattr(config, "task_specific_params", None) or {}
     name = settings.task
     if name == "translation" and settings.src_lang and settings.tgt_lang:
@@ -163,7 +163,7 @@ def _task(config: Any, settings: RunOptions) -> dict[str, Any]:
 
 
 def _languages(tokenizer: Any, settings: RunOptions) -> dict[str, Any]:
-    """Set the languages of a multilingual tokenizer; the options that make the model write the target language."""
+    """Sets the languages of a multilingual tokenizer; returns options that make the model write the target language."""
     if not (settings.src_lang or settings.tgt_lang) or not hasattr(tokenizer, "src_lang"):
         # Models for one pair of languages, or told by a prefix, have nothing to set.
         return {}
@@ -193,9 +193,9 @@ def _languages(tokenizer: Any, settings: RunOptions) -> dict[str, Any]:
 
 
 def _generation_config(model: Any, settings: RunOptions, task: dict[str, Any], languages: dict[str, Any]) -> Any:
-    """The model's own, then the task's, the languages', the file's and the options', the last word last."""
+    """Merges the config of the model, the task, the languages, the file and the options; later ones win."""
     generation = copy.deepcopy(model.generation_config)
-    # Older models list things for a task that are no generation options (its prefix, a vocabulary).
+    # Older models list task parameters that are not generation options (a prefix, a vocabulary).
     values = {name: value for name, value in task.items() if name != "prefix" and hasattr(generation, name)} | languages
     if settings.generation_config:
         values |= read_generation_file(settings.generation_config)
@@ -204,14 +204,14 @@ def _generation_config(model: Any, settings: RunOptions, task: dict[str, Any], l
         with explained(f"generation option {name}={value!r}"):
             setattr(generation, name, _as_config(name, value))
     if not settings.to_text:
-        # Scores of the sequences; the distributions they come from are let go at every step.
+        # For the scores of sequences; the distributions are released after every step.
         generation.output_scores = True
         generation.return_dict_in_generate = True
     return generation
 
 
 def _as_config(name: str, value: Any) -> Any:
-    """A dictionary as the object that the library wants in its place."""
+    """Converts a dictionary to the object that the library expects."""
     from transformers.generation import configuration_utils as classes
 
     if isinstance(value, dict) and name == "compile_config":
@@ -223,7 +223,7 @@ def _as_config(name: str, value: Any) -> Any:
 
 
 def _pad_id(tokenizer: Any, generation: Any) -> int:
-    """A token to pad with: what is padded is masked, so any will do where the model has none."""
+    """Returns a padding token: padding is masked, so any token will do if the model has none."""
     end = generation.eos_token_id
     end = end[0] if isinstance(end, list | tuple) and end else end
     for candidate in (generation.pad_token_id, tokenizer.pad_token_id, end, tokenizer.eos_token_id):
@@ -233,7 +233,7 @@ def _pad_id(tokenizer: Any, generation: Any) -> int:
 
 
 def _input_limit(config: Any, generation: Any) -> int | None:
-    """How many tokens an input may have."""
+    """Returns the most tokens of an input."""
     if config.is_encoder_decoder:
         text = config.get_text_config(encoder=True)
         for name in ("max_encoder_position_embeddings", "max_position_embeddings"):
@@ -242,12 +242,12 @@ def _input_limit(config: Any, generation: Any) -> int | None:
                 follows = getattr(config, "target_follows_source", False)
                 target = generation.max_new_tokens or (generation.max_length or 21) - 1
                 return _positions_left(value, target) if follows else value
-        # T5 and its kin: positions are relative and have no end.
+        # T5 and related models: positions are relative and have no end.
         return None
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = []
     if isinstance(positions, int) and positions > 0:
-        # What is generated takes positions as well.
+        # Generated tokens take positions as well.
         limits.append(_positions_left(positions, generation.max_new_tokens or 1))
     if generation.max_new_tokens is None and generation.max_length is not None:
         limits.append(_positions_left(generation.max_length, 1))
@@ -264,7 +264,7 @@ def depends_on_padding(loaded: LoadedModel) -> bool:
     """Whether options are set whose effect in the library changes with the padding of a batch.
 
     A total length counts the padding of decoder-only prompts, and a repetition penalty applies to the padding token.
-    With such options only inputs of one length share a batch, so that a record's result is its own.
+    With such options, only inputs of equal length share a batch, so that a record's result is its own.
     """
     generation = loaded.generation
     penalties = {generation.encoder_repetition_penalty}

@@ -1,4 +1,4 @@
-"""Batches through `generate`: padding, seeds, scores of sequences, and which steps are captured."""
+"""Runs batches through `generate`: padding, seeds, scores of sequences, and which steps are captured."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from fastgen.pipeline.records import Record
 
 @dataclass
 class RawOutput:
-    """What the model returned for some rows: all sequences of a row together, best first."""
+    """The model's output for some rows: all sequences of a row together, best first."""
 
     rows: list[Record]
     written: list[list[int]]
     """The tokens that the model wrote in each sequence, its end token included, without the padding after it."""
     scores: list[float] | None = None
-    """Of each sequence; None where there are none."""
+    """The score of each sequence; None if there are none."""
 
 
 class SequenceScores:
-    """A stopping criterion that never stops: it looks at the scores of each step and lets them go.
+    """A stopping criterion that never stops: it reads the scores of each step and releases them.
 
-    `generate` would keep the scores over the whole vocabulary of every step: gigabytes, for one number a sequence. This
-    adds up the log-probability of each chosen token (beam search does its own sum) and empties the stored tensor.
+    `generate` would keep the scores over the whole vocabulary of every step: gigabytes, for one number per sequence.
+    This adds up the log-probability of each chosen token (beam search does its own sum) and empties the stored tensor.
     """
 
     releases_cache = True
-    """FastGen need not fill the cache that a call returns: nobody looks at it."""
+    """FastGen need not fill the cache that a call returns: nobody reads it."""
 
     def __init__(self, beams: bool) -> None:
         self.releases_scores = beams
-        """FastGen need not make what would only be let go."""
+        """FastGen need not compute what would only be released."""
         self._beams = beams
         self._chosen: list[Any] = []
         self._usable = True
@@ -58,7 +58,7 @@ class SequenceScores:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def sums(self, lengths: Sequence[int]) -> list[float] | None:
-        """For each sequence the sum over its first `length` tokens; None where it could not be followed."""
+        """Returns for each sequence the sum over its first `length` tokens; None if it could not be followed."""
         import torch
 
         if not self._usable or not self._chosen or len(self._chosen) < max(lengths):
@@ -76,7 +76,7 @@ class ModelStage(BatchStage[RawOutput]):
         self._settings = settings
 
     def size(self, rows: Sequence[Record]) -> int:
-        """The size of a batch as far as memory goes: padded input tokens, and as many again for each row's output."""
+        """Returns the memory size of a batch: padded input tokens, and the most new tokens, for each row."""
         return len(rows) * (max(len(row.ids) for row in rows) + self._new_tokens)
 
     @property
@@ -85,9 +85,9 @@ class ModelStage(BatchStage[RawOutput]):
         return generation.max_new_tokens or generation.max_length or 20
 
     def _captured_step(self, batch: Batch) -> dict[str, Any]:
-        """FastGen's setting for a batch, from the plan alone: so a resumed run has the same bits as one without a stop.
+        """Returns FastGen's setting for a batch, from the plan alone, so that a resumed run has the same bits.
 
-        On a GPU every step that can be is captured. Where something drafts, how much it drafts decides about bits.
+        On a GPU, every step that can be captured is. With drafts, the number of drafted tokens decides about bits.
         """
         is_on_cpu = self.loaded.device.type == "cpu"
         if not is_on_cpu or self._drafts or process_settings.current().captured_step != "auto":
@@ -106,14 +106,14 @@ class ModelStage(BatchStage[RawOutput]):
         from torch.nn.utils.rnn import pad_sequence
 
         loaded = self.loaded
-        # Decoder-only models continue the last column, so the padding must be on the left.
+        # Decoder-only models continue after the last column, so the padding must be on the left.
         side = "right" if loaded.encoder_decoder else "left"
         tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
         ids = pad_sequence(tokens, True, loaded.pad_id, side)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
         scores, options = self.options()
         if loaded.generation.do_sample:
-            # A seed of its own for every batch: a resumed run draws what an uninterrupted one would have.
+            # Every batch has its own seed: a resumed run draws what an uninterrupted one would have.
             torch.manual_seed(self.seed(batch.window, batch.index, rows[0].position))
         with process_settings.changed(**self._captured_step(batch)):
             output = loaded.model.generate(
@@ -125,7 +125,9 @@ class ModelStage(BatchStage[RawOutput]):
         return self.raw(rows, output, ids.shape[1], scores)
 
     def options(self) -> tuple[SequenceScores | None, dict[str, Any]]:
-        """What follows the scores, where the output has some, and the arguments of `generate` beside the config."""
+        """Returns the object that follows scores, if the output has some, and the arguments of `generate` beside the
+        config.
+        """
         generation, options = self.loaded.generation, dict[str, Any]()
         scores = None if self._settings.to_text else SequenceScores((generation.num_beams or 1) > 1)
         if scores is not None:
@@ -137,15 +139,15 @@ class ModelStage(BatchStage[RawOutput]):
         return scores, options
 
     def seed(self, *of: int) -> int:
-        """A seed of 56 bits, from that of the run and numbers that say what it is for."""
+        """Returns a 56-bit seed, from that of the run and numbers that identify its use."""
         words = ":".join(map(str, (self._settings.seed, *of))).encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
 
     def raw(self, rows: list[Record], output: Any, width: int, scores: SequenceScores | None) -> RawOutput:
-        """What `generate` has returned for some rows, whose inputs are `width` tokens long, padding included."""
+        """Converts the output of `generate` for some rows, whose inputs are `width` tokens long, padding included."""
         end = self.loaded.generation.eos_token_id
         ends = frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
-        # In front of it are the padded prompt (decoder-only) or the start token (encoder-decoder).
+        # Before the new tokens are the padded prompt (decoder-only) or the start token (encoder-decoder).
         new = getattr(output, "sequences", output)[:, 1 if self.loaded.encoder_decoder else width :].tolist()
         raw = RawOutput(rows, [tokens[: token_count(tokens, ends, self.loaded.pad_id)] for tokens in new])
         own = getattr(output, "sequences_scores", None)
@@ -155,7 +157,7 @@ class ModelStage(BatchStage[RawOutput]):
 
 
 def token_count(generated: Sequence[int], ends: frozenset[int], pad_id: int) -> int:
-    """Tokens that the model wrote, its end token included, without the padding after it."""
+    """Returns how many tokens the model wrote, its end token included, without the padding after it."""
     for index, token in enumerate(generated):
         if token in ends:
             return index + 1

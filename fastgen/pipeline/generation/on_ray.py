@@ -1,8 +1,8 @@
-"""A run on a Ray cluster: workers hold the model, and Ray Data hands them the batches.
+"""Runs batches on a Ray cluster: workers hold the model, and Ray Data distributes the batches.
 
-The process of the command reads, tokenises and plans as always, and writes what comes back in the order of the plan.
-What a batch gives does not depend on the others, so it does not show in the output which worker has run it, nor how
-often: the batches of a worker that is lost run again.
+The command's process reads, tokenises and plans as usual, and writes results in the order of the plan. A batch's result
+does not depend on other batches, so the output does not show which worker ran it, nor how often: the batches of a lost
+worker run again.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.identity import content
 
 LOCAL = "local"
-"""The address that stands for a cluster on this machine, for the time of the run."""
+"""The address of a cluster on this machine, which lives as long as the run."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What makes a worker compute as the process of the command would.
+    """What makes a worker compute like the command's process.
 
     Attributes:
         process: FastGen's settings.
         is_active: whether FastGen is enabled.
-        threads: torch's.
-        on_gpu: whether the model is on one.
+        threads: torch's number of threads.
+        on_gpu: whether the model is on a GPU.
         content: digests of the model.
     """
 
@@ -74,7 +74,7 @@ class Made:
 
 
 class Worker:
-    """Holds the model in a process of its own, and runs batches. Its failures are results: the command raises them."""
+    """Holds the model in a process of its own, and runs batches. Returns its failures, which the command raises."""
 
     def __init__(self, job: Job) -> None:
         import torch
@@ -105,17 +105,17 @@ class Worker:
             done = stage.run(batch)
         except PipelineError as error:
             return error
-        done.told = 0  # not where the progress is shown
+        done.told = 0  # the worker shows no progress
         return Made(done, stage.seconds - seconds, stage.out_of_memory - out_of_memory, counters.snapshot())
 
 
 @contextlib.contextmanager
 def cluster(address: str, workers: int, log_to_driver: bool = False) -> Iterator[None]:
-    """Inside this block Ray is connected to a cluster, unless the program has done so before.
+    """A context in which Ray is connected to a cluster, unless the program has done so before.
 
     Args:
-        workers: CPUs that one on this machine has at the least.
-        log_to_driver: what processes of the cluster write to standard error shows here.
+        workers: least number of CPUs of a cluster on this machine.
+        log_to_driver: show here what processes of the cluster write to standard error.
     """
     import ray
 
@@ -137,10 +137,10 @@ def cluster(address: str, workers: int, log_to_driver: bool = False) -> Iterator
 def computed(
     planned: Iterator[Window | Batch | BatchResult[Any]], job: Job, workers: int, stage: BatchStage[Any]
 ) -> Iterator[Window | BatchResult[Any]]:
-    """The plan with each batch run by a worker, in its order. All of the plan is made first.
+    """Yields the plan with each batch run by a worker, in the plan's order. Makes the whole plan first.
 
     Args:
-        stage: that of the command, which counts what the workers have done.
+        stage: the command's stage, which counts what the workers have done.
 
     Raises:
         PipelineError: what a worker has failed with.

@@ -1,7 +1,7 @@
 """The options of `fastgen-generate`: those of a run, and the fields of `GenerationConfig`.
 
 The types of the fields are listed here, because importing transformers takes seconds, which is too long for `--help` or
-a misspelt option, and because the class itself has no types. A field that only a later release has may be given too:
+a misspelt option, and because the class itself has no types. A field that only a later release has may be given, too:
 the class is asked for it, and its value is JSON or text.
 """
 
@@ -40,10 +40,10 @@ _NAMES = {
 }
 TYPES = {name: frozenset(types.split()) for types, names in _NAMES.items() for name in names.split()}
 _KINDS: dict[type, set[str]] = {bool: {"bool"}, str: {"str"}, int: {"int", "float", "json"}, float: {"float", "json"}}
-# Smaller values make no sense to the library, which does not look at all of them itself.
+# Smaller values make no sense to the library, which does not check all of them itself.
 _LEAST = dict.fromkeys(["num_beams", "num_return_sequences", "num_beam_groups", "max_new_tokens", "max_length"], 1)
 _LEAST |= dict.fromkeys(["min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"], 0)
-# Those that ask for drafts, which the model verifies several at a time.
+# Options for drafts, which the model verifies several at a time.
 DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 # Fields that describe the file a configuration came from rather than the generation.
 _METADATA = {"transformers_version"}
@@ -168,7 +168,7 @@ class RunOptions(DataOptions):
 
     @property
     def form(self) -> dict[str, str] | None:
-        """Of the outputs, as `fastgen.Grammar` takes it; None for any. SetupError: its file cannot be read."""
+        """The form of outputs, as for `fastgen.Grammar`; None for any. Raises SetupError if its file cannot be read."""
         for kind, path in ("json_schema", self.json_schema), ("grammar", self.grammar):
             if path is not None:
                 with explained(f"the file {path} cannot be read"):
@@ -187,13 +187,13 @@ class RunOptions(DataOptions):
 
 
 def captured_drafts() -> dict[str, Any]:
-    """The settings with which a batch of one text draws its drafts as the others do."""
+    """Returns the settings with which a batch of one text samples its drafts like other batches."""
     return process_settings.unless_explicit(assisted_sampling="fastgen")
 
 
 @lru_cache(maxsize=1)
 def known_names() -> frozenset[str]:
-    """The fields of the installed `GenerationConfig`. Imports transformers."""
+    """Returns the fields of the installed `GenerationConfig`. Imports transformers."""
     from transformers import GenerationConfig
 
     return frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) - _METADATA
@@ -210,7 +210,7 @@ def is_flag(name: str) -> bool:
 
 
 def parse(name: str, text: str) -> Any:
-    """The value that a word on a command line stands for. Raises ValueError where it is not of the field's types."""
+    """Returns the value of a command-line word. Raises ValueError if it is not of the field's types."""
     types = TYPES.get(name, frozenset())
     word = text.strip().lower()
     if word in ("none", "null"):
@@ -238,12 +238,12 @@ def _named(types: frozenset[str]) -> str:
 
 
 def check_values(generation: Any) -> None:
-    """Raises `SetupError` where a field of a generation config has a value of a wrong type, or too small a value."""
+    """Raises `SetupError` if a field of a generation config has a value of a wrong type, or too small a value."""
     for name, types in TYPES.items():
         value = getattr(generation, name, None)
         if value is None:
             continue
-        # A truth value is an integer to Python, and an integer serves as any number.
+        # In Python, a truth value is an integer, and an integer serves as any number.
         found = next((kinds for kind, kinds in _KINDS.items() if isinstance(value, kind)), {"json"})
         if not types & found:
             raise SetupError(f"generation option {name} is {value!r}: it must be of type {_named(types)}")
@@ -252,13 +252,13 @@ def check_values(generation: Any) -> None:
 
 
 def read_generation_file(path: str) -> dict[str, Any]:
-    """The fields in a generation configuration file, or in the generation_config.json of a directory."""
+    """Returns the fields in a generation configuration file, or in the generation_config.json of a directory."""
     file = Path(path, "generation_config.json") if Path(path).is_dir() else Path(path)
     return check_names(read_json_object(file, "the generation config"), f"the generation config {file}")
 
 
 def check_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values without metadata. Raises `SetupError` for a field that `GenerationConfig` does not have."""
+    """Returns the values without metadata. Raises `SetupError` for a field that `GenerationConfig` does not have."""
     kept = {name: value for name, value in values.items() if not name.startswith("_") and name not in _METADATA}
     unknown = sorted(set(kept) - known_names())
     if unknown:

@@ -1,4 +1,4 @@
-"""What is `fastgen-generate`'s own in a run: from text to tokens, through `generate`, back to text, and metrics."""
+"""The parts of a run specific to `fastgen-generate`: text to tokens, through `generate`, back to text, and metrics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def generate_dataset(
         model: a directory or hub name, or a model in memory.
         input: a file, a data set, or "-" for standard input.
         output: the file to write, or "-" for standard output.
-        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        tokenizer: the tokenizer of a model in memory; otherwise it is loaded with the model.
         **options: the fields of `RunOptions`; `generation` holds options of `generate`.
 
     Returns:
@@ -103,7 +103,7 @@ class Generate(DataRun):
         return on_ray.computed(planned, job, settings.workers, self.stage)
 
     def results(self, done: BatchResult[RawOutput]) -> Results:
-        """What `generate` returned, as texts, and through the worker processes."""
+        """Turns the output of `generate` into texts, and submits these to the worker processes."""
         decoded = self._decode(done)
         outcomes = self._workers.submit([(texts, reference) for _, texts, reference in decoded])
         return lambda: [
@@ -112,14 +112,14 @@ class Generate(DataRun):
 
     def automatic_batch(self) -> tuple[int, int | None]:
         settings, loaded = self.settings, self.loaded
-        # Where the model does not say how long an input may be, memory is planned for those of a usual length.
+        # If the model has no input limit, memory is planned for inputs of a usual length.
         longest = min(loaded.positions or USUAL_LENGTH, settings.max_source_length or sys.maxsize)
         rows, tokens = automatic_batch(loaded.model, loaded.generation, longest)
         return rows, settings.max_tokens or (None if settings.batching == "continuous" else tokens)
 
 
 def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:
-    """The metrics asked for; with references alone, those that the example script of the task computes."""
+    """Returns the metrics asked for; with references alone, those that the task's example script computes."""
     if settings.metrics or not (settings.reference or settings.reference_column):
         return settings.metrics
     usual = {"translation": ("bleu",), "summarization": ("rouge",)}
@@ -186,13 +186,13 @@ class Decoder:
     """Turns the model's sequences into texts and results."""
 
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
-        # Tokenizers are not safe in two threads, and another thread encodes at the same time.
+        # Tokenizers are not thread-safe, and another thread encodes at the same time.
         self._tokenizer = copy.deepcopy(loaded.tokenizer)
         self._with_prompt = settings.include_prompt and not loaded.encoder_decoder
         self._settings = settings
 
     def __call__(self, generated: BatchResult[RawOutput]) -> list[tuple[Result, list[str], str | None]]:
-        """For each row that succeeded: its result without texts, its texts, best first, and its reference."""
+        """Returns, for each row that succeeded, its result without texts, its texts, best first, and its reference."""
         rows: list[tuple[Result, list[list[int]], str | None]] = []
         for output in generated.outputs:
             each = len(output.written) // len(output.rows)
@@ -203,7 +203,7 @@ class Decoder:
                 shown = [[*row.ids, *ids] for ids in written] if self._with_prompt else written
                 rows.append((self._result(row, written, scores), shown, row.reference))
         flat = self._tokenizer.batch_decode([ids for _, shown, _ in rows for ids in shown], skip_special_tokens=True)
-        # Half of a surrogate pair has no UTF-8; it would spoil the file that it is written to.
+        # Half of a surrogate pair has no UTF-8 form; it would make the output file invalid.
         texts = (text.encode("utf-8", "replace").decode() for text in flat)
         return [(result, [next(texts) for _ in shown], reference) for result, shown, reference in rows]
 

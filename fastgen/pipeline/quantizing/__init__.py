@@ -1,4 +1,4 @@
-"""Quantising a model of Transformers with the text of a file: `fastgen-quantize`."""
+"""Quantises a Transformers model with the text of a file: `fastgen-quantize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model does on held-out text, and how fast it writes."""
+"""Measures a model's quality on held-out text, and its speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Quality(NamedTuple):
 
 
 def check_texts(texts: Iterable[Text], name: str, encoder_decoder: bool) -> list[Text]:
-    """The texts of a file to measure with. A SetupError where the model cannot be measured with them."""
+    """Returns the texts of a file to measure with. Raises SetupError if the model cannot be measured with them."""
     found = list(texts)
     if not found:
         raise SetupError(f"{name} has no text")
@@ -39,7 +39,7 @@ def check_texts(texts: Iterable[Text], name: str, encoder_decoder: bool) -> list
 
 
 def quality(loaded: LoadedModel, texts: list[Text]) -> Quality:
-    """Perplexity of a decoder-only model on the texts, BLEU of an encoder-decoder's outputs."""
+    """Returns the perplexity of a decoder-only model on the texts, or the BLEU of an encoder-decoder's outputs."""
     if not loaded.encoder_decoder:
         return _perplexity(loaded, texts)
     report = _generate(loaded, texts, metrics=("bleu",))
@@ -47,7 +47,7 @@ def quality(loaded: LoadedModel, texts: list[Text]) -> Quality:
 
 
 def speed(loaded: LoadedModel, texts: list[Text]) -> float:
-    """New tokens per second: 32 for each of 8 inputs in one batch, greedy. The first of two runs is not counted."""
+    """Returns new tokens per second: 32 for each of 8 inputs in one batch, greedy. The first of two runs warms up."""
     some = [Text(" ".join(text.source.split()[:_SPEED_WORDS])) for text in itertools.islice(texts, _SPEED_TEXTS)]
     for _ in range(2):
         report = _generate(loaded, some, generation=_SPEED, batch_size=len(some))
@@ -69,12 +69,12 @@ def _perplexity(loaded: LoadedModel, texts: list[Text]) -> Quality:
 
 
 def _line(text: str | None) -> str:
-    """A text on one line."""
+    """Returns a text on one line."""
     return " ".join((text or "").split())
 
 
 def _generate(loaded: LoadedModel, texts: list[Text], **options: Any) -> RunReport:
-    """Runs the model over texts as `fastgen-generate` does. The model's own generation config stays."""
+    """Runs the model over texts as `fastgen-generate` does. The model's own generation config is restored."""
     own = loaded.model.generation_config
     with tempfile.TemporaryDirectory() as folder:
         source, reference, output = (Path(folder, name) for name in ("in.txt", "reference.txt", "out.txt"))

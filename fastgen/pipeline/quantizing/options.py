@@ -12,12 +12,12 @@ from fastgen.pipeline.generation.options import RunOptions
 from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, among, check_bounds, check_types, dtype_named, option
 
 METHODS = ("gptq", "rtn", "autoround")
-_LEAST_GROUP = 8  # whose values of 4 bits fill an int32
+_LEAST_GROUP = 8  # this many values of 4 bits fill an int32
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What to quantise, and how. Only `model`, `output` and `calibration` are needed, and the latter not by `rtn`.
+    """What to quantise, and how. `model`, `output` and `calibration` are required; `rtn` needs no `calibration`.
 
     Raises `SetupError` for a value that an option cannot have, and for options that do not fit together.
     """
@@ -119,7 +119,7 @@ class QuantizeOptions:
         return Path(self.output.rstrip("/") + ".partial")
 
     def reading(self, name: str, reference: str | None) -> RunOptions:
-        """The same model over a file, as a run of `fastgen-generate`."""
+        """Returns the options of a run of `fastgen-generate` with the same model over a file."""
         shared = ("model", "task", "prefix", "src_lang", "tgt_lang", "device", "trust_remote_code", "input_column")
         column = None if reference else self.reference_column
         return RunOptions(
@@ -128,6 +128,6 @@ class QuantizeOptions:
         )  # fmt: skip
 
     def decisive(self) -> dict[str, object]:
-        """The options that decide what the quantised layers are."""
+        """Returns the options that decide what the quantised layers are."""
         fields = (field for field in dataclasses.fields(self) if field.metadata and not field.metadata["free"])
         return {field.name: getattr(self, field.name) for field in fields} | {"model": None, "calibration": None}

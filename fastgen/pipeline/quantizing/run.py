@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fastgen.quantization.report import Layer, Report
 
 PICTURE = "report.png"
-AUTOROUND = ("auto_round", "accelerate")  # as they are imported
+AUTOROUND = ("auto_round", "accelerate")  # names for import
 _PROMPTS = 8
 
 
@@ -40,10 +40,10 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
 
     Args:
         options: what to quantise, and how.
-        begins: called when all is checked and loaded, and the first file is about to be written.
+        begins: called when everything is checked and loaded, before the first file is written.
 
     Returns:
-        The report, which is also in OUT/report.json; None where a run that is resumed had finished before.
+        The report, which is also in OUT/report.json; None if a resumed run had already finished.
 
     Raises:
         SetupError: something given cannot work.
@@ -111,7 +111,7 @@ def _calibration(options: QuantizeOptions) -> Texts | PlainTexts:
 def _blocks(
     loaded: LoadedModel, given: Sequence[dict[str, Any]], options: QuantizeOptions
 ) -> tuple[list[Block], Forward]:
-    """The blocks of the model, and what runs it on a sample."""
+    """Returns the blocks of the model, and a function that runs it on a sample."""
     from fastgen.quantization.blocks import check_carried, find_blocks
 
     def forward(sample: int) -> object:
@@ -126,7 +126,7 @@ def _blocks(
 
 
 def _output_block(model: Any, blocks: Sequence[Block], options: QuantizeOptions) -> Block:
-    """The output layer as a block. Raises ValueError where it cannot be one, or what OUT would hold loads nowhere."""
+    """Returns the output layer as a block. Raises ValueError if it cannot be one, or if nothing could load OUT."""
     from fastgen.quantization.blocks import output_block
 
     block = output_block(model, model.get_output_embeddings())
@@ -143,7 +143,7 @@ def _output_block(model: Any, blocks: Sequence[Block], options: QuantizeOptions)
 def _measured(
     loaded: LoadedModel, texts: list[Text] | None, prompts: list[Text], work: Work, text: object
 ) -> dict[str, Any]:
-    """What the model does before it is changed. A run that is resumed knows it, if the text is the same."""
+    """Measures the model before it is changed. A resumed run reuses the measurements if the text is the same."""
     text = read_back(text)
     if work.measured and work.measured["text"] == text:
         return dict(work.measured)
@@ -157,7 +157,7 @@ def _measured(
 def _quantise(
     config: Any, blocks: Sequence[Block], forward: Forward, count: int, work: Work, options: QuantizeOptions
 ) -> list[Layer]:
-    """Block by block: its layers are quantised, or read where a run before has kept them, and put to use."""
+    """Processes block by block: quantises its layers, or reads those that an earlier run kept, and puts them to use."""
     from fastgen.quantization import calibration
     from fastgen.quantization.blocks import Carried
     from fastgen.quantization.report import Layer
@@ -170,7 +170,7 @@ def _quantise(
     if options.bits_per_weight is not None:
         recipe = recipe._replace(eight=_of_8_bits(blocks, Carried(forward, count), recipe, work, options))
     carried = Carried(forward, count)
-    # The model as it was, block by block: what AutoRound comes near to.
+    # The original model, block by block, which AutoRound approximates.
     before = Carried(forward, count) if options.method == "autoround" else None
     layers: list[Layer] = []
     progress = Progress("layers", sum(len(block.linears) for block in blocks), quiet=options.quiet)
@@ -200,7 +200,7 @@ def _quantise(
 def _of_8_bits(
     blocks: Sequence[Block], carried: Carried, recipe: Recipe, work: Work, options: QuantizeOptions
 ) -> frozenset[str]:
-    """The layers that `--bits-per-weight` gives 8 bits. A run that is resumed knows them."""
+    """Returns the layers that `--bits-per-weight` gives 8 bits. A resumed run reuses them."""
     from fastgen.quantization import calibration
 
     assert options.bits_per_weight is not None
@@ -218,7 +218,7 @@ def _of_8_bits(
 
 
 def _speed_after(options: QuantizeOptions, folder: Path, prompts: list[Text]) -> tuple[float | None, list[str]]:
-    """Tokens per second of the saved model; a note instead where it cannot be loaded here."""
+    """Returns tokens per second of the saved model, or a note if it cannot be loaded here."""
     try:
         return evaluation.speed(load_model(options, folder), prompts), []
     except PipelineError as error:
@@ -261,7 +261,7 @@ def _report(
 
 
 def _write(report: Report, work: Work) -> None:
-    """The report beside the model."""
+    """Writes the report beside the model."""
     from fastgen.quantization.report import png
 
     values = dataclasses.asdict(report) | {"identity": work.identity}

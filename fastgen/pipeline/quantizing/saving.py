@@ -1,4 +1,4 @@
-"""Loading the model that is quantised, and saving what it becomes."""
+"""Loads the model to quantise, and saves the quantised model."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _MARK = "stands_for_conv1d"
 
 
 def load_model(options: QuantizeOptions, name: str | Path | None = None) -> LoadedModel:
-    """The model that the options name, or another one, in the dtype that they ask for.
+    """Loads the model that the options name, or another one, in the dtype that they ask for.
 
-    The one that they name has linear layers in place of Conv1D.
+    The model that the options name has linear layers in place of Conv1D.
 
-    Raises `SetupError` where it cannot be loaded, or is quantised already although it is the one to quantise.
+    Raises `SetupError` if it cannot be loaded, or if the model to quantise is quantised already.
     """
     quiet_transformers(options.quiet)
     settings = options.reading(options.calibration or STANDARD_STREAM, None)
     if name is None:
-        settings = dataclasses.replace(settings, keep_bits=False)  # of a GGUF file, the numbers that its bits stand for
+        settings = dataclasses.replace(settings, keep_bits=False)  # unpacks a GGUF file
     else:
         settings = dataclasses.replace(settings, model=str(name))
     loaded = load(dataclasses.replace(settings, dtype=_dtype(settings, options.dtype, of_floats=name is None)))
@@ -51,7 +51,7 @@ def load_model(options: QuantizeOptions, name: str | Path | None = None) -> Load
 
 
 def _forget_the_file(model: Any) -> None:
-    """A model from a GGUF file holds floats, and yet says that it is quantised: the library would not save it."""
+    """Marks a model from a GGUF file as not quantised: it holds floats, but the library would refuse to save it."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.remove_quantization_config(model)
@@ -72,9 +72,9 @@ def _dtype(settings: RunOptions, wanted: str, of_floats: bool) -> str:
 
 
 def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: QuantizeOptions) -> list[str]:
-    """Saves model, tokenizer and generation config in the directory that becomes OUT. The model is of no use any more.
+    """Saves model, tokenizer and generation config in the directory that becomes OUT. The model is unusable afterwards.
 
-    Layer by layer the quantised weights, which the work directory has, take the place of the others.
+    Layer by layer, the quantised weights in the work directory replace the others.
 
     Returns:
         The names of the linear layers that stay as they are.
@@ -89,7 +89,7 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
     model: Any = loaded.model
     as_gptq = any(stands_for_conv1d(layer) for block in blocks for layer in block.linears.values())
     kinds = {}
-    tied: dict[str, str] = {}  # layers whose weight is that of another one, which is quantised
+    tied: dict[str, str] = {}  # layers that share the weight of a quantised one
     for number, block in enumerate(blocks):
         for name, (weight, _) in load_block(work.block(number)).items():
             parent, _, own = name.rpartition(".")
@@ -105,20 +105,20 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
     with saving(work.model):
         state = {key: tensor for key, tensor in model.state_dict().items() if key.rpartition(".")[0] not in tied}
         model.save_pretrained(work.model, state_dict=_as_stored(state))
-        # A fresh one: that of the run remembers how it has truncated.
+        # A new one: that of the run remembers its truncation.
         name, file = address(options.model)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code, **file)
         tokenizer.save_pretrained(work.model)
         own_generation = file_of(options.model, _GENERATION)
         if own_generation:
             shutil.copyfile(own_generation, work.model / _GENERATION)
-        for file_of_processor in processor_files_of(options.model):  # which may need packages that are not here
+        for file_of_processor in processor_files_of(options.model):  # loading it may need missing packages
             shutil.copyfile(file_of_processor, work.model / file_of_processor.name)
     return [name for name in linear if name not in tied]
 
 
 def _as_stored(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors in float32 that fit into float16 to the last bit, as those that were stored in it: in float16.
+    """Converts tensors in float32 that fit into float16 to the last bit, as if stored in it, to float16.
 
     Scales stay as they are, because compressed-tensors multiplies in their type.
     """
@@ -138,8 +138,9 @@ def _as_stored(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_bytes(name: str | Path, model: Any = None) -> int:
-    """The bytes of a GGUF file, or of the files of weights in a directory; of a model of the hub, of its parameters in
-    memory."""
+    """Returns the bytes of a GGUF file, or of the weight files in a directory; for a hub model, of its parameters in
+    memory.
+    """
     folder = Path(name)
     if is_gguf(str(name)):
         return folder.stat().st_size
@@ -149,11 +150,11 @@ def weight_bytes(name: str | Path, model: Any = None) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-# While a model is quantised, linear layers stand for those of class Conv1D, whose weight is [inputs, outputs].
+# While a model is quantised, linear layers replace those of class Conv1D, whose weight is [inputs, outputs].
 
 
 def conv1d_as_linear(model: Any) -> None:
-    """Puts a linear layer with the same weight in place of each Conv1D."""
+    """Replaces each Conv1D by a linear layer with the same weight."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -164,7 +165,7 @@ def conv1d_as_linear(model: Any) -> None:
 
 
 def linear_as_conv1d(model: Any) -> None:
-    """The inverse, for the layers that are still there."""
+    """Inverts `conv1d_as_linear` for the layers that still exist."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in list(model.named_modules()):
@@ -173,7 +174,7 @@ def linear_as_conv1d(model: Any) -> None:
 
 
 def _put(model: Any, name: str, old: Any, make: Callable[[Any], Any]) -> Any:
-    """A layer of another class in the place of one, with its weight transposed."""
+    """Replaces a layer by one of another class, with its weight transposed."""
     import torch
 
     with torch.device("meta"):
@@ -185,5 +186,5 @@ def _put(model: Any, name: str, old: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def stands_for_conv1d(layer: Any) -> bool:
-    """Whether this layer is in the place of a Conv1D."""
+    """Whether this layer replaces a Conv1D."""
     return _MARK in vars(layer)

@@ -1,4 +1,4 @@
-"""The text that a model is calibrated and measured with, and the samples made of it."""
+"""The text that a model is calibrated and measured with, and its samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Text(NamedTuple):
 
 
 Sample = dict[str, Any]
-"""What the model is called with: a single sequence, or a source with its target."""
+"""The model's arguments: a single sequence, or a source with its target."""
 
 
 class Texts:
@@ -32,7 +32,7 @@ class Texts:
         return self._inputs.identity()
 
     def __iter__(self) -> Iterator[Text]:
-        """Sources with their targets, for an encoder-decoder: from the references, or what follows a TAB."""
+        """Yields sources with their targets, for an encoder-decoder: from the references, or the text after a TAB."""
         for record in self._inputs:
             if record.problem:
                 if record.problem.kind == "empty":
@@ -46,8 +46,9 @@ class Texts:
 
 
 class PlainTexts:
-    """Sentences that stand in for calibration text where the method needs none: they show which layers there are, and
-    what rounding them changes."""
+    """Sentences that replace calibration text for methods that need none: they show which layers exist, and how
+    rounding changes them.
+    """
 
     name = "built-in sentences"
     _SENTENCES = (
@@ -69,9 +70,9 @@ class PlainTexts:
 
 
 def samples(loaded: LoadedModel, texts: Texts | PlainTexts, count: int, length: int) -> list[Sample]:
-    """At most `count` samples of at most `length` tokens, on the model's device.
+    """Returns at most `count` samples of at most `length` tokens, on the model's device.
 
-    Raises `SetupError` where the file has no text, or text that the tokenizer refuses.
+    Raises `SetupError` if the file has no text, or text that the tokenizer refuses.
     """
     with explained(f"{texts.name} cannot be tokenised"):
         if loaded.encoder_decoder:
@@ -84,9 +85,9 @@ def samples(loaded: LoadedModel, texts: Texts | PlainTexts, count: int, length: 
 
 
 def sequences(loaded: LoadedModel, texts: Iterable[Text], length: int) -> Iterator[Any]:
-    """The texts, one after the other, in sequences of `length` tokens: int64 [1, length], the last may be shorter.
+    """Yields the concatenated texts in sequences of `length` tokens: int64 [1, length]; the last may be shorter.
 
-    A token that the tokenizer begins every text with begins every sequence.
+    A token that the tokenizer puts at the beginning of every text begins every sequence.
     """
     import torch
 
@@ -111,7 +112,7 @@ def sequences(loaded: LoadedModel, texts: Iterable[Text], length: int) -> Iterat
 
 
 def _pair(loaded: LoadedModel, text: Text, length: int) -> Sample:
-    """A source with its target, which the model writes where there is none."""
+    """Returns a source with its target; if there is none, the model writes it."""
     import torch
 
     longest = {"truncation": True, "max_length": min(length, loaded.positions or length), "return_tensors": "pt"}

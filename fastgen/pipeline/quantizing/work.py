@@ -1,10 +1,10 @@
-"""OUT.partial: what makes a run resumable, and OUT appear at once.
+"""OUT.partial: makes a run resumable, and lets OUT appear at once.
 
-    OUT.partial/run.json              what the run is, and what was measured before
+    OUT.partial/run.json              the run's identity, and earlier measurements
     OUT.partial/block-0003.safetensors  the quantised layers of a block, written under another name and renamed
     OUT.partial/model/                what OUT will be; its rename is the end of the run
 
-A directory without such a run.json, or an OUT without a report of FastGen's, is somebody else's: it is not replaced.
+A directory without such a run.json, or an OUT without a FastGen report, belongs to another program: it is not replaced.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastgen.pipeline.writers import check_absent, check_writable, placed
 REPORT = "report.json"
 _RUN = "run.json"
 _FIRST = ("lock", f".{_RUN}.unfinished")  # what a directory holds before it has a run.json
-_KEY = "fastgen-quantize"  # in both: the format, and what says that they are FastGen's
+_KEY = "fastgen-quantize"  # in both files: the format, and the mark of FastGen
 _VERSION = 1
 
 
 def check_output(options: QuantizeOptions) -> None:
-    """Raises `SetupError` where OUT cannot be written, or something would be replaced unasked."""
+    """Raises `SetupError` if OUT cannot be written, or something would be replaced without being asked."""
     out, partial = Path(options.output), options.partial
     check_writable(partial / _RUN if partial.is_dir() else partial)
     if os.path.lexists(out) and _read(out / REPORT) is None:
@@ -47,7 +47,7 @@ def check_output(options: QuantizeOptions) -> None:
 
 
 def own_text(values: Mapping[str, Any]) -> str:
-    """A report, or a run.json, which says that the directory is FastGen's."""
+    """Returns the text of a report, or of a run.json, with the mark of FastGen."""
     return json.dumps({_KEY: _VERSION, **values}, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -63,7 +63,7 @@ class Work:
     """The directory of one run, locked against a second one with the same OUT.
 
     Args:
-        identity: all that decides what the quantised layers are. A run with another one is not resumed.
+        identity: everything that decides what the quantised layers are. A run with another identity is not resumed.
 
     Raises:
         SetupError: another run writes it, or it belongs to other settings.
@@ -75,9 +75,9 @@ class Work:
         self.identity = read_back(identity)
         self._lock = contextlib.ExitStack()
         self.measured: dict[str, Any] = {}
-        """What was measured of the model before it was changed."""
+        """The measurements of the model before it was changed."""
         self.complete = False
-        """Whether OUT is what this run makes, and the run is only to be resumed."""
+        """Whether OUT is already the result of this run, which is only to be resumed."""
         with writing(self.path):
             self.path.mkdir(exist_ok=True)
             handle = self._lock.enter_context((self.path / "lock").open("ab"))
@@ -106,7 +106,7 @@ class Work:
 
     def _clear(self) -> None:
         with writing(self.path):
-            # What says whose the directory is goes last, so that a kill leaves none that nobody may replace.
+            # The file that identifies the directory goes last: after a kill, it can still be replaced.
             for path in sorted(self.path.iterdir(), key=lambda path: path.name == _RUN):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -122,25 +122,25 @@ class Work:
         self.measured = before["measured"]
 
     def keep(self, measured: Mapping[str, Any]) -> None:
-        """Writes what was measured before, with the identity of the run."""
+        """Writes measurements of the original model, with the identity of the run."""
         self.measured = dict(measured)
         with self.placed(_RUN) as path:
             path.write_text(own_text({"identity": self.identity, "measured": self.measured}), encoding="utf-8")
 
     def block(self, number: int) -> Path:
-        """Where the layers of a block are kept, once it is finished."""
+        """Returns where the layers of a block are kept, once it is finished."""
         return self.path / f"block-{number:04d}.safetensors"
 
     @contextlib.contextmanager
     def placed(self, name: str) -> Iterator[Path]:
-        """A path to write to; the file takes its name when the block ends well."""
+        """Yields a path to write to; the file takes its name when the block ends without an error."""
         path = self.path / name
         with saving(path), placed(path, remedy=RESUMABLE) as unfinished:
             yield unfinished
 
     @property
     def model(self) -> Path:
-        """Where OUT is made."""
+        """Where OUT is built."""
         return self.path / "model"
 
     def finish(self) -> None:
@@ -155,20 +155,20 @@ class Work:
         self._drop()
 
     def _drop(self) -> None:
-        # While it is locked: unlocked, it may be another run's.
+        # While it is locked: unlocked, it may belong to another run.
         with contextlib.suppress(OSError, PipelineError):
             self._clear()
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
     def close(self) -> None:
-        """Releases the lock; what is done stays."""
+        """Releases the lock; finished work stays."""
         self._lock.close()
 
 
 @contextlib.contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Inside this block an error of the system's, or of safetensors', becomes a PipelineError on one line."""
+    """Turns an error of the system, or of safetensors, in this block into a PipelineError on one line."""
     from safetensors import SafetensorError
 
     try:

@@ -1,1 +1,1 @@
-"""The captured step: a decoding step of Transformers as one replay, of a CUDA graph or a recorded program."""
+"""The captured step: one replay, of a CUDA graph or a recorded program, for a decode step of Transformers."""

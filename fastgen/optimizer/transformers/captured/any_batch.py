@@ -1,8 +1,8 @@
-"""Decode steps for any number of inputs from one recording: of steps that nothing runs on.
+"""Makes decode steps for any number of inputs from one recording of steps that never run.
 
-What is recorded for two numbers of inputs is specialized for the number of a call
-(`fastgen.decoding.captured.symbolic_batch`): of the slots that are taken, or of the inputs of a call that go on.
-Buffers that grow may have any size, so those of the recorded steps are as small as they may be.
+A plain step is recorded for two numbers of inputs, and specialized for the number that a call needs
+(`fastgen.decoding.captured.symbolic_batch`): the slots that are taken, or the inputs of a call that have not finished.
+Buffers that grow may have any size, so the recorded steps have the smallest possible ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
 ENTRY_POINT = "transformers.captured_step, any number of inputs"
-# A size that is made on the way may be that of a buffer.
+# Attempts at recording: the size of an intermediate result may coincide with that of a buffer.
 _TRIES = 2
 
 
@@ -47,25 +47,25 @@ def is_symbolic(key: Key) -> bool:
 
 
 def is_recorded(model: Any, key: Key, room: Sizes, inputs: int) -> bool:
-    """Whether there is such a recording for so many, for steps of this key with buffers of these sizes."""
+    """Whether a recording exists that serves steps of this key for this many inputs, with buffers of these sizes."""
     return is_symbolic(key) and graph_cache.has_symbolic(model, inputs, *(each for each, _ in _kinds(key, room)))
 
 
 def _is_shared(model: Any, step: DecodeStep) -> bool:
-    """Whether a step all of whose inputs go on is one of those that share a recording."""
+    """Whether a step all of whose inputs continue uses the shared recording."""
     if step.key.slots or is_repeatable():
         return step.key.slots
     return is_recorded(model, step.key, step.sizes, step.key.batch)
 
 
 def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
-    """Has a plain step run a program for its first inputs, made from what is recorded for any number of them.
+    """Has a plain step run a program for its first inputs, made from the recording for any number of inputs.
 
-    Without one it is recorded for itself. So is a step without slots all of whose inputs go on, where none is there
-    yet: such a recording takes as long as several.
+    Otherwise the step is recorded for itself. This also holds for a step without slots all of whose inputs continue, if
+    no recording exists yet: a recording for any number of inputs takes as long as several others.
 
     Args:
-        inputs: those of which something is to be computed; None for all.
+        inputs: number of inputs to compute; None for all.
 
     Returns:
         whether there is such a program.
@@ -90,17 +90,17 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
             part.specialize(inputs, batch, programs, step.pieces(model))
             return True
     if part.is_specialized and not part.use(batch):
-        part.drop()  # what is there is for fewer inputs
+        part.drop()  # its programs serve fewer inputs only
     if inputs not in part.out_of_memory:
         part.declined.add(inputs)
     return False
 
 
 def _programs(model: Any, step: DecodeStep, inputs: int, makes: bool) -> list[Program] | None:
-    """Those of the pieces, for the first inputs; None where nothing is recorded for any number of them.
+    """Returns the programs of the pieces for the first inputs; None if there is no recording for any number of inputs.
 
     Args:
-        makes: it is recorded where that can be done.
+        makes: make the recording if there is none.
     """
     for key, follows in _kinds(step.key, step.sizes) if inputs <= MOST else ():
         if not (makes or graph_cache.has_symbolic(model, inputs, key)):
@@ -115,24 +115,24 @@ def _programs(model: Any, step: DecodeStep, inputs: int, makes: bool) -> list[Pr
 
 
 def _kinds(key: Key, room: Sizes) -> list[tuple[Key, bool]]:
-    """The keys of what is recorded, and whether it goes on with larger buffers; if not, it is for one size."""
+    """Returns the keys of recordings that may serve, each with whether it works with larger buffers."""
     of_size = replace(key, sizes=room), False
     return [of_size] if key.sizes.new else [(key, True), of_size]
 
 
 class SymbolicStep:
-    """What was recorded of the pieces of a step.
+    """The recordings of the pieces of a step.
 
     Attributes:
-        most: inputs that it serves.
+        most: the largest number of inputs that it serves.
 
     Args:
         like: a step of the key that has been watched.
-        both: the numbers of inputs to record for.
-        follows: larger buffers are to make no difference.
+        both: the two numbers of inputs to record.
+        follows: the recording is to work with larger buffers.
 
     Raises:
-        NotSymbolic: it says too little of other numbers of inputs.
+        NotSymbolic: the recordings do not determine a step for other numbers of inputs.
     """
 
     def __init__(self, model: Any, like: DecodeStep, both: tuple[int, int], follows: bool) -> None:
@@ -148,14 +148,14 @@ class SymbolicStep:
 
     @property
     def chunks(self) -> set[arena.Chunk]:
-        """What the results of its pieces lie in, and those of the programs made of it."""
+        """The memory of the results of its pieces, and of the programs made from it."""
         return set[arena.Chunk]().union(*(each.chunks for each in self._recordings))
 
     def specialize(self, step: DecodeStep, inputs: int) -> list[Program] | None:
-        """The programs of the pieces, for the first `inputs` of a step; None where it has none."""
+        """Returns the programs of the pieces for the first `inputs` of a step; None if it is not served."""
         if step.forward.is_watched and _masks_of(step) != self._masks:
             return None
-        if not step.buffers.bounds.accept(self._answers):  # the model was told that its cache cannot be as long
+        if not step.buffers.bounds.accept(self._answers):  # the model's code relied on a shorter cache
             return None
         buffers, growing = _tensors_of(step), step.buffers.growing
         try:
@@ -168,7 +168,7 @@ class SymbolicStep:
 
 
 def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
-    """What each piece does."""
+    """Records what each piece of a step does."""
     step.buffers.begin_capture()
     buffers, growing = _tensors_of(step), step.buffers.growing if follows else None
     scratch = frozenset(buffer.untyped_storage()._cdata for buffer in buffers.values())
@@ -178,14 +178,14 @@ def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
 
 
 def _made(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
-    """What `_recorded` gives. Slots whose step is captured have left the faster form of the model's layers."""
+    """Calls `_recorded` with the faster form of the model's layers, which slots leave once their step is captured."""
     with fast_layers(model):
         return _recorded(model, step, follows)
 
 
 def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
-    """None where the step says too little of other numbers of inputs, or of other sizes, if it is to follow. It raises
-    what says that memory has run out: the next time, there may be more.
+    """Returns the recording; None if it does not determine steps of other numbers of inputs or, if it is to follow,
+    of other sizes. Running out of memory raises, because there may be more memory the next time.
     """
     if not step.forward.is_watched:
         step.watch(model)
@@ -199,7 +199,7 @@ def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | Non
             return None
         except NotSymbolic:
             continue
-        except Exception as error:  # recorded for itself, the step says why it cannot be
+        except Exception as error:  # the step is then recorded for itself, which reports why it cannot be
             interrupts.pass_on(error)
             if memory.is_out(error):
                 raise
@@ -208,14 +208,14 @@ def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | Non
 
 
 def _may_follow(step: DecodeStep) -> bool:
-    """Whether what is recorded may have nothing in it of how long buffers that grow are: no mask, and no tokens."""
+    """Whether a recording may be independent of the length of buffers that grow: it reads neither masks nor tokens."""
     reads_masks = any(False in says for says in _masks_of(step))
     processors = step.processors or ()
     return not reads_masks and not any(each.reads_tokens for each in processors)
 
 
 def _sizes(step: DecodeStep, follows: bool) -> Sizes:
-    """Those of the buffers of what is recorded: as small as they may be, where these may be any."""
+    """Returns the sizes of the recorded steps' buffers: the smallest possible ones if the recording follows others."""
     exact, have = step.key.sizes, step.sizes
     if not follows:
         return have

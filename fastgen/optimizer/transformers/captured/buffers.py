@@ -1,4 +1,4 @@
-"""What a captured step reads and writes besides its sequences: K and V, masks, positions, and how far its rows are."""
+"""What a captured step reads and writes besides its sequences: K and V, masks, positions, and the rows' lengths."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from fastgen.optimizer.transformers.captured.sizes import Sizes
 class StepBuffers:
     """The buffers of a step.
 
-    Of `prompt`, any of the key's kind, nothing is stored.
+    Nothing of `prompt` is stored; it may be any prompt of the key's kind.
 
     Attributes:
-        sizes: for how many positions there is room; where the key has no sizes, it may become more.
-        growing: those of the buffers that may grow; None where the key has sizes.
-        position: how far the rows are.
-        own, cross: of each layer of self- and of cross-attention.
-        states: of each layer that has some.
+        sizes: the numbers of positions that there is room for; they may grow if the key has no sizes.
+        growing: those of the buffers that may grow; None if the key has sizes.
+        position: the position of each row.
+        own, cross: KV caches of the layers of self- and of cross-attention.
+        states: of each layer that has states.
         inputs: the model's inputs, by name.
-        prefix_length, cache_length: one int64: positions for the prompt, and how long the cache is to the model: as
-            its longest row.
+        prefix_length, cache_length: int64 scalars: positions for the prompt, and the length of the cache as the model
+            sees it, which is that of the longest row.
         bounds: `cache_length`, with what the host knows of it.
-        present: inputs of the call; the others fill the batch up.
-        start: where the sequences begin in their buffers.
+        present: number of inputs of the call; the others only fill the batch.
+        start: index at which the sequences begin in their buffers.
     """
 
     def __init__(self, key: Key, prompt: Prompt, sizes: Sizes) -> None:
@@ -58,9 +58,9 @@ class StepBuffers:
         self.prefix_length = torch.full((), sizes.cached, dtype=torch.int64, device=device)
         self.cache_length = torch.zeros((), dtype=torch.int64, device=device)
         self.bounds = SymbolicLength.of(self.cache_length, sizes.cached, sizes.cached + 1)
-        # Of the call that asks for most so far: a model's table of positions may be shorter than the buffers.
+        # The maximum over the calls so far, because a model's table of positions may be shorter than the buffers.
         self._most_new = 1
-        # Positions that count from now on, in the masks of the sequences: those that the next step may store.
+        # Positions that each step unmasks in the masks of the sequences: those that the next step may store.
         self._marked = 1 if key.draft is None else key.width
         self.inputs = {name: self._input(name, prompt.tensors[name]) for name in key.tensors}
         self.present = self.start = 0
@@ -68,7 +68,7 @@ class StepBuffers:
 
     @property
     def layers(self) -> list[FixedKV]:
-        """Of self-attention, then of cross-attention."""
+        """The KV caches of self-attention, then those of cross-attention."""
         return [*self.own, *self.cross]
 
     @property
@@ -77,22 +77,22 @@ class StepBuffers:
 
     @property
     def rows(self) -> int:
-        """Of the inputs that are present."""
+        """Number of rows of the inputs that are present."""
         return self.present * self._key.per_input
 
     @property
     def longest_prompt(self) -> int:
-        """Positions of the longest prompt of those that are there, from the first one that counts on."""
+        """Length of the longest prompt among the present inputs, without padding."""
         return max(int((kv.ends - kv.starts).max()) for kv in self.own)
 
     @property
     def reads_masks_of_windows(self) -> bool:
-        """Whether a layer with a sliding window needs its mask besides the lengths, in a step that has been watched."""
+        """Whether a layer with a sliding window needs its mask besides the lengths, once the step has been watched."""
         layers = zip(self.own, self._key.windows, strict=True)
         return any(kv.says_nothing_new != [True] for kv, window in layers if window)
 
     def _input(self, name: str, first: Tensor) -> Tensor:
-        """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
+        """Returns the buffer of a model input: [rows, width]; a mask's width has room for positions to come."""
         width = self._width_of(name, self.sizes)
         buffer = torch.zeros(self._key.rows, width, dtype=first.dtype, device=first.device)
         if self.growing is not None and name in MASKS:
@@ -113,13 +113,13 @@ class StepBuffers:
     # ---- the model's cache
 
     def cache(self, search: Search, cache_length: int | None = None) -> Cache:
-        """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
+        """Returns the cache for the model. With an int as its length, the model runs faster than with `bounds`."""
         given = self.bounds if cache_length is None else cache_length
         of_rows = self._lengths_at(self.position, self.bounds, search)
         return cache_of(self.own, self.cross, given, of_rows, self._key.forms, self.states)
 
     def cache_at(self, position: StepState, length: Tensor, search: Search) -> Cache:
-        """The cache as a step at another position finds it; `length`: positions in front of its longest row."""
+        """Returns the cache for a step at another position, whose longest row has `length` positions before it."""
         bounds = SymbolicLength.of(length, self.sizes.cached, self.sizes.cached + self.sizes.new)
         own = [kv.view(position) for kv in self.own]
         return cache_of(own, self.cross, bounds, self._lengths_at(position, bounds, search))
@@ -127,9 +127,9 @@ class StepBuffers:
     def _lengths_at(
         self, position: StepState, bounds: SymbolicLength, search: Search
     ) -> Callable[[], RowLengths] | None:
-        """Gives the lengths of the rows, where the model computes positions from them.
+        """Returns a function that gives the rows' lengths, if the model computes positions from them.
 
-        Nothing counts of a row that is finished: it is not to go on behind its limit.
+        A finished row gets length 0: its results do not count, and its position must not pass its limit.
         """
         if not self._key.has_own_lengths:
             return None
@@ -147,19 +147,19 @@ class StepBuffers:
             kv.says_nothing_new[:] = says
 
     def like(self, other: StepBuffers) -> None:
-        """Is told what the model is told of `other`, whose buffers may be larger: for a recording."""
+        """For a recording: tells the model the same as in `other`, whose buffers may be larger."""
         self.put_masks([kv.says_nothing_new for kv in other.layers])
         self.bounds.move(other.bounds.low, other.bounds.high)
 
     # ---- sizes
 
     def reserve(self, sizes: Sizes) -> Callable[[], bool]:
-        """Memory for buffers of these sizes, none of which is less than now. On a CPU it is of pages that take none
-        until they are written to, which the layers are one after another.
+        """Allocates memory for buffers of these sizes, none of which is smaller than now. On a CPU it takes no pages
+        until they are written to, which happens to one layer after another.
 
         Returns:
-            what has the buffers grow, and allocates nothing. What is generated stays; with slots, all that is there
-            does. It says whether all that the model was told of how long the cache can be is still true.
+            a function that grows the buffers, and allocates nothing. Generated positions stay; with slots, all contents
+            stay. It returns whether what the model was told about the length of the cache still holds.
         """
         have, keeps, growth = self.sizes, self._key.slots, list[Callable[[], object]]()
         assert self.growing is not None, "a key without sizes is one of buffers that grow"
@@ -187,17 +187,17 @@ class StepBuffers:
         return self._move_bounds()
 
     def _move_bounds(self) -> bool:
-        """Says how long the cache can be now; whether all that the model was told of it is still true."""
+        """Updates the bounds of the cache length. Returns whether what the model was told about it still holds."""
         return self.bounds.move(self.sizes.cached, self.sizes.cached + min(self._most_new, self.sizes.new))
 
     def begin_capture(self, is_first: bool = True) -> None:
-        """What the model is told from now on, what is captured depends on; and what others of this step's parts were
-        told, that are captured.
+        """Prepares for a capture, which depends on what the model is told of the cache length from now on, and on what
+        other captured parts of the step were told, unless this is the first.
         """
         if is_first:
             self.bounds.answers.clear()
         if self.growing is not None:
-            # What a program must have in nothing but the buffers that grow.
+            # Lengths that a program must have in buffers that grow, and nowhere else.
             exact = {size for size in self._key.sizes if size}
             lengths = self._key.lengths(self.sizes)
             self.growing.lengths = frozenset(size for size in lengths if size >= LEAST_LENGTH) - exact
@@ -205,7 +205,7 @@ class StepBuffers:
     # ---- a call
 
     def begin(self, prompt: Prompt, inputs: slice = slice(None)) -> bool:
-        """Takes over what the prefill has left of these inputs. Returns what growing returns."""
+        """Takes over what the prefill has stored for these inputs. Returns the same as the function of `reserve`."""
         key = self._key
         for kv, (keys, values) in zip(self.own, prompt.own, strict=True):
             dropped = prompt.cached - keys.shape[2]
@@ -232,9 +232,9 @@ class StepBuffers:
         return self._move_bounds()
 
     def advance(self, parents: Tensor | None, taken: Tensor) -> None:
-        """The rows go on with what they have stored of `parents`, [rows] (None: of themselves), by `taken` positions.
+        """Advances the rows by `taken` positions. They continue what `parents`, [rows], have stored; None: themselves.
 
-        Changes all in place, and may be captured.
+        All changes are in place, and may be captured.
         """
         if parents is not None and self._key.per_input > 1:
             for each in self.states:
@@ -265,17 +265,17 @@ class StepBuffers:
         self.cache_length.add_(self.prefix_length)
 
     def _mark(self) -> None:
-        """The positions of the next step count. Those behind a query, attention leaves out by itself."""
+        """Unmasks the positions of the next step. Attention itself excludes positions after a query."""
         columns = torch.arange(self._marked, device=self.device)
         for mask in self._masks:
             at = self.sizes.cached + self.position.position.unsqueeze(1) + columns
             mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
     def insert(self, other: StepBuffers, source: Tensor | slice, target: slice = slice(None)) -> bool:
-        """Has inputs go on at `target` that are `source` in `other`, which has no more capacity.
+        """Has the inputs at `source` in `other`, which has no more capacity, continue at `target`.
 
         Returns:
-            what growing returns.
+            the same as the function of `reserve`.
         """
         if target == slice(None):
             self.start, self.present, self._lengths = other.start, other.present, other._lengths
@@ -297,7 +297,7 @@ class StepBuffers:
             part[target, :, : given.shape[2]] = given[source]
 
     def leave(self, inputs: slice) -> None:
-        """These inputs are over: attention reads nothing of them, and the model gets what any position has."""
+        """Ends these inputs: attention reads nothing of them, and the model gets inputs valid at any position."""
         for kv in self.layers:
             kv.leave(inputs)
         for states in self.states:
@@ -305,17 +305,17 @@ class StepBuffers:
         self.empty(inputs)
 
     def empty(self, inputs: slice) -> None:
-        """The same where nothing is stored of them, as of those that have verified what is drafted behind others."""
+        """Ends inputs that have stored nothing themselves, such as rows that have verified the draft of another row."""
         self.position.begin(inputs)
         for buffer in self.inputs.values():
             buffer.view(self._key.batch, self._key.per_input, -1)[inputs] = 0
         self._measure()
         self._mark()
 
-    # ---- rows that verify what is drafted behind others
+    # ---- rows that verify the draft of another row
 
     def fork(self, source: int, rows: slice) -> None:
-        """Has rows without an input go on where another one is, each one position behind the one before."""
+        """Makes free rows copies of the row `source`, each one position after the row before."""
         count, first = rows.stop - rows.start, self.sizes.cached + int(self.position.position[source])
         self.position.fork(source, rows)
         self._insert_inputs(self, slice(source, source + 1), rows)
@@ -328,13 +328,13 @@ class StepBuffers:
         self._measure()
 
     def join(self, row: slice, target: slice) -> None:
-        """The row that another one was forked from goes on where that one is: what is stored is its own."""
+        """Has the row `target` continue where its fork `row` is. K and V stay, as forks share those of `target`."""
         self.position.insert(self.position, row, target)
         self._insert_inputs(self, row, target)
 
     def clear(self) -> None:
-        """K and V of the last call are of no use any more. On a CPU they take no memory then."""
-        if not self.present:  # done since the last call
+        """Discards K and V of the last call, which take no memory on a CPU from then on."""
+        if not self.present:  # already cleared since the last call
             return
         self.present = 0
         if all([kv.clear() for kv in self.layers]):
@@ -343,9 +343,9 @@ class StepBuffers:
     def materialized(
         self, new: int
     ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], list[dict[Name, Tensor]]]:
-        """K and V of self- and of cross-attention, layer by layer, [rows present, heads, positions, dim]; and states.
+        """Returns K and V of self- and of cross-attention by layer, [rows present, heads, positions, dim], and states.
 
-        Of self-attention those of the prompt, and of `new` tokens behind it.
+        Self-attention has the positions of the prompt and of `new` tokens after it.
         """
         own, cross = self._lengths
         at_end = not self._key.source_in_front

@@ -1,4 +1,4 @@
-"""From logits to the chosen tokens: processors, criteria and the search, in pieces where the host has a part."""
+"""From logits to the chosen tokens: processors, criteria and the search, split into pieces if the host takes part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 
 def search_of(key: Key, sizes: Sizes, device: torch.device, growing: Growing | None = None) -> Search:
-    """Of the key's kind; each call says which tokens end a sequence."""
+    """Returns a search of the key's kind. Each call sets the tokens that end a sequence."""
     given = key.batch, key.per_input, sizes.prompt, sizes.new, device, [NOTHING] * key.ends
     if key.draft is not None:
         return SpeculativeSearch(*given, samples=key.samples, width=key.width, together=key.draft.together)
@@ -33,12 +33,12 @@ def search_of(key: Key, sizes: Sizes, device: torch.device, growing: Growing | N
 
 
 class Choice:
-    """Chooses the next tokens of a search, and has the buffers between the device's part of that and the host's.
+    """Chooses the next tokens of a search, and holds the buffers through which the device and the host exchange data.
 
     Args:
-        vocabulary: scores of each row.
-        processors: that are captured; None if the host runs the call's.
-        record: gets what is chosen from, [rows, vocabulary], and 1 before the processors, 0 behind them.
+        vocabulary: number of scores of each row.
+        processors: the captured processors; None if the host runs the call's.
+        record: gets logits or scores, [rows, vocabulary], with 1 before the processors and 0 after them.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Choice:
         return sum(each.nbytes for each in (*self.kept.values(), self._scores, *self._proposal))
 
     def pieces(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Piece]:
-        """A step that computes logits, [rows, vocabulary], chooses and ends; cut where the host has a part."""
+        """Returns the pieces of a step that computes logits, [rows, vocabulary], chooses, and ends with `end`."""
         pieces: list[Piece] = []
         if self.processors is None:
             pieces.append((partial(self._put_scores, logits), self._process))
@@ -76,17 +76,17 @@ class Choice:
         return pieces
 
     def first(self, logits: Tensor, end: Callable[[], None], turns: Sequence[Turn]) -> None:
-        """Chooses the first tokens, from the logits of prompts, [rows, vocabulary]."""
+        """Chooses the first tokens from the logits of prompts, [rows, vocabulary]."""
         pieces = self.pieces(lambda: logits, end)
         run_pieces([(graph.capturable(run), then) for run, then in pieces], (turns,))
 
     def prepare(self) -> None:
-        """Makes the buffers of criteria, for inputs that come from a step without: they make no first token here."""
+        """Makes the buffers of criteria for a step with slots, whose inputs get their first tokens elsewhere."""
         if self._has_criteria and not self._proposal:
             self._make_proposal(self._search.propose(torch.zeros(self._size, device=self._device), False))
 
     def take_over(self, other: Choice) -> None:
-        """Goes on where another one is, of a step of the same key, but maybe for another number of inputs."""
+        """Makes the buffers that `other` has, the choice of a step of this key, maybe for another number of inputs."""
         if not self._proposal and other._proposal:
             times = len(self._search.length), len(other._search.length)
             sizes = [(part.shape[0] * times[0] // times[1], *part.shape[1:]) for part in other._proposal]
@@ -96,24 +96,24 @@ class Choice:
     # ---- what is captured
 
     def _normalised(self, logits: Tensor) -> Tensor:
-        """What processors get: of beam search log-probabilities, otherwise the logits, in float32."""
+        """Returns the input of processors in float32: log-probabilities in beam search, otherwise the logits."""
         if isinstance(self._search, BeamSearch):
             return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         return logits.float()
 
     def _put_kept(self, name: str, made: Tensor) -> None:
-        """For the host, if the call returns it."""
+        """Copies a tensor for the host if the call returns it."""
         if name in self.kept:
             self.kept[name].copy_(made)
 
     def _put_scores(self, logits: Callable[[], Tensor]) -> None:
-        """What the host's processors get."""
+        """Copies the scores that the host's processors get."""
         found = logits()
         self._put_kept("logits", found)
         self._scores.copy_(self._normalised(found))
 
     def _processed(self, logits: Callable[[], Tensor]) -> tuple[Tensor, bool]:
-        """What the search chooses from, after the processors, and whether it has to be normalised."""
+        """Returns the scores that the search chooses from, and whether they have to be normalised."""
         if self.processors is None:  # the host has run them
             self._put_kept("scores", self._scores)
             return self._scores, False
@@ -139,7 +139,7 @@ class Choice:
 
     def _put_proposal(self, logits: Callable[[], Tensor]) -> None:
         proposal = self._search.propose(*self._processed(logits))
-        if not self._proposal:  # for the first token, which is not captured
+        if not self._proposal:  # at the first token, which is not captured
             self._make_proposal(proposal)
         for buffer, part in zip(self._proposal, proposal, strict=True):
             buffer.copy_(part)
@@ -161,13 +161,13 @@ class Choice:
         for host, inputs, start, end in turns:
             rows = self._rows(inputs)
             sequences = self._search.running_tokens[rows, start:end]
-            # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
+            # Copies, as in the library's loop each step has new tensors: a processor may keep them.
             given = sequences.clone()
             scores = self._scores[rows].clone()
             self._scores[rows] = host.process(given, scores)
             if "logits" in self.kept and not isinstance(self._search, BeamSearch):
-                self.kept["logits"][rows] = scores  # the library returns what it gives to processors, which may write
-            if not torch.equal(sequences, given):  # somebody has written there, which counts in the library's loop, too
+                self.kept["logits"][rows] = scores  # the library returns the tensor that processors may have written to
+            if not torch.equal(sequences, given):  # a processor wrote into the tokens, which the library keeps, too
                 sequences.copy_(given)
 
     def _keep(self, turns: Sequence[Turn]) -> None:
@@ -177,7 +177,7 @@ class Choice:
     def _stop(self, turns: Sequence[Turn]) -> None:
         self._keep(turns)
         search, self._written = self._search, []
-        self._stops.fill_(False)  # of inputs that have no criteria
+        self._stops.fill_(False)  # for inputs without criteria
         stops = self._stops.view(len(search.length), -1)
         for host, inputs, start, end in turns:
             tokens = search.proposed(self._proposal, inputs, start, end)
@@ -189,6 +189,6 @@ class Choice:
                 self._written.append((rows, end, given[:, -1]))
 
     def _write_last(self, turns: Sequence[Turn]) -> None:
-        """The token that a criterion has written: what it was decides whether the sequence ends."""
+        """Writes the last tokens that criteria have changed. Their original values decide whether sequences end."""
         for rows, end, tokens in self._written:
             self._search.running_tokens[rows, end] = self._search.tokens.view(-1)[rows] = tokens

@@ -1,7 +1,7 @@
-"""Batch compaction of a plain step: inputs that have finished leave it, and the others go on in its first places.
+"""Batch compaction of a plain step: finished inputs leave it, and the others continue in its first places.
 
-Nothing is computed of the places behind. A program for so few inputs has to be specialized first: that is done once
-rows of finished inputs have cost as much.
+Nothing is computed for the places after these. This takes a program for so few inputs, which is specialized once the
+rows of finished inputs have cost as much time as that takes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, 
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
-# With so few rows, a step takes the time of reading the weights.
+# With at most this many rows, the time of a step is that of reading the weights.
 _FEW_ROWS = 8
-# Steps from one look at what has finished to the next.
+# Steps between two checks for finished inputs.
 _EVERY = 4
-# What moving an input takes, in steps.
+# Time of moving an input, in steps.
 _MOVE = 1.0
 
 
 class Compaction:
-    """Of one call.
+    """The batch compaction of one call.
 
     Args:
-        inputs: of the call; other places of the step fill it up.
+        inputs: number of inputs of the call; further places of the step only fill the batch.
         count: sequences that each input returns.
-        fill: what stands behind the end of a sequence.
+        fill: the token that pads sequences after their ends.
         refresh: has captured processors do what those of the call do for these of its inputs, in this order.
     """
 
@@ -51,12 +51,12 @@ class Compaction:
         self._model, self._ledger, self._count, self._fill, self._refresh = model, ledger, count, fill, refresh
         self._order = list(range(inputs))  # the input of each place
         self._finished: dict[int, Tensor] = {}
-        self._steps, self._lost = 0, 0.0  # the latter in steps of all places
-        self._is_over = not any_batch.is_symbolic(key) or reads_sources(key)  # nobody leaves any more
+        self._steps, self._lost = 0, 0.0  # `_lost` in steps of all places
+        self._is_over = not any_batch.is_symbolic(key) or reads_sources(key)  # no input can leave any more
 
     @property
     def places(self) -> int | None:
-        """The first ones, of the inputs that are left; None as long as all are."""
+        """Number of places, the first ones, of the inputs that are left; None while all are left."""
         return len(self._order) if self.has_begun else None
 
     @property
@@ -65,7 +65,7 @@ class Compaction:
         return bool(self._finished)
 
     def after(self, step: DecodeStep, seconds: float) -> None:
-        """To be asked behind each replay, which took so long: has inputs leave where that pays."""
+        """Has finished inputs leave if that pays. To be called after each replay, with the seconds that it took."""
         self._steps += 1
         places = len(self._order)
         if self._steps % _EVERY or places == 1 or self._is_over:
@@ -87,7 +87,7 @@ class Compaction:
             self._compact(step, goes_on)
 
     def _compact(self, step: DecodeStep, goes_on: list[bool]) -> None:
-        """Those that go on take the first places."""
+        """Moves the unfinished inputs to the first places."""
         for place, (number, lives) in enumerate(zip(self._order, goes_on, strict=True)):
             if not lives:
                 self._finished[number] = step.search.results(slice(place, place + 1), self._count)
@@ -104,11 +104,11 @@ class Compaction:
         self._is_over = not any_batch.specialize(self._model, step, left)
 
     def refresh(self, step: DecodeStep) -> None:
-        """Has the processors of a step, which may have taken the place of another one, do what each place asks for."""
+        """Has a step's processors do what the input of each place asks for; the step may be a new, larger one."""
         self._refresh(step.processors or (), self._order)
 
     def results(self, step: DecodeStep) -> Tensor:
-        """The sequences of all inputs, [inputs * count, length of the longest]."""
+        """Returns the sequences of all inputs, [inputs * count, length of the longest]."""
         found = dict(self._finished)
         for place, number in enumerate(self._order):
             found[number] = step.search.results(slice(place, place + 1), self._count)
@@ -118,7 +118,7 @@ class Compaction:
 
 
 def selected(processors: Iterable[Any], rows: Tensor) -> list[Any]:
-    """The processors of a call that goes on with these of its rows."""
+    """Returns the processors of a call that continues with these of its rows."""
     found = []
     for processor in processors:
         if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # one per row
@@ -130,6 +130,6 @@ def selected(processors: Iterable[Any], rows: Tensor) -> list[Any]:
 
 
 def reads_sources(key: Key) -> bool:
-    """Whether a processor has the encoder's input of each sequence, of which none may leave."""
+    """Whether a processor holds the encoder's input of each sequence, so that no input may leave."""
     signatures: Any = key.processors or ()
     return any(kind.reads_source for kind, *_ in signatures)

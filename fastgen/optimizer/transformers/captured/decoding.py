@@ -1,4 +1,4 @@
-"""One call with a captured step, after its prefill."""
+"""Runs one call on a captured step, from its prefill to its result."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import reads_padding
 
-# A call of so many replays says how long a step takes.
+# Replays that a call needs before its median time per step counts as a measurement.
 _ENOUGH_STEPS = 8
 
 
 class Decoding(PrefilledCall):
-    """One call with a captured step, after its prefill."""
+    """Runs one call on a captured step, from its prefill to its result."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         self._streamer: Any = arguments.get("streamer")
         self._has_released = False
-        self._current: DecodeStep | None = None  # the one that the call is in, from its first token on
-        self._compacted: Compaction | None = None  # where inputs have left the step
-        # The length behind the last whole step, and what puts the states back to that, where a step may end half-way.
+        self._current: DecodeStep | None = None  # the step that the call runs on, from its first token on
+        self._compacted: Compaction | None = None  # set if finished inputs have left the step
+        # If a step may end half-way: the length after the last whole step, and what restores the states of that length.
         self._last_whole: tuple[int, Callable[[], None]] | None = None
         super().__init__(call, arguments, model_kwargs)
         self._ledger = Ledger.of(self.model)
 
     def run(self) -> Any:
-        """What the library's loop returns, on the step that fits.
+        """Returns what the library's loop returns.
 
         Raises:
-            CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
+            CannotBeCaptured: the captured step does not work, or would not pay. Nothing has been changed then.
         """
         already = 0 if self._streamer is None else self._streamer.count
         try:
             result = self._run()
         except CannotBeCaptured:
             if self._streamer is not None:
-                self._streamer.rewind(already)  # another loop puts the same tokens again
+                self._streamer.rewind(already)  # the loop that takes over puts the same tokens again
             raise
         if self._streamer is not None:
             with self._code.running():
@@ -82,7 +82,7 @@ class Decoding(PrefilledCall):
             if error is self._code.raised or self._has_released:
                 self._hold_for_user()
                 raise
-            if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
+            if step is not None:  # before that, this call draws nothing, and other threads may have drawn meanwhile
                 random_state.restore()
                 self._calls.rewind(self.config.do_sample and not graph.is_recorded(self.model.device))
             if memory.is_out(error):
@@ -92,21 +92,21 @@ class Decoding(PrefilledCall):
             raise kind(_describe(error)) from error
         finally:
             self._calls.end()
-            self._code.raised = None  # its frames hold this object
+            self._code.raised = None  # the frames of its traceback hold this object
         if step.is_captured:
             graph_cache.give_back(self.model, step)
         return result
 
     def _hold_for_user(self) -> None:
-        """The call ends in the middle: a cache of the user's has what has been stored until then, by whole steps."""
+        """If the call ends early, leaves the K and V that whole steps have stored in the user's own cache."""
         if self._current is None or not self._call.cache_is_the_users:
             return
         if self._last_whole is not None and self._last_whole[0] == int(self._current.search.length.max()):
-            self._last_whole[1]()  # the step that has ended half-way has changed them already
+            self._last_whole[1]()  # the step that ended half-way has changed the states already
         self._store.hold(*self._current.materialized())
 
     def _note_states(self, step: DecodeStep) -> None:
-        """To be called in front of each step. One that is replayed in a single piece does not end half-way."""
+        """Saves the states before a step that may end half-way. A step replayed in a single piece cannot."""
         is_atomic = step.is_captured and self._key.processors is not None and not self._key.has_criteria
         self._last_whole = None
         if self.prompt.forms and self._call.cache_is_the_users and not is_atomic:
@@ -114,17 +114,17 @@ class Decoding(PrefilledCall):
 
     @property
     def _must_pay(self) -> bool:
-        """Whether a step is to be recorded only where that pays."""
+        """Whether a step is recorded only if that pays."""
         return self.model.device.type == "cpu" and settings.current().captured_step != "always"
 
     def _steps_before_capture(self) -> int:
-        """Steps that run as they are before one is captured.
+        """Returns how many steps run eagerly before one is captured.
 
         Raises:
-            DoesNotPay: none is to be captured in this call.
+            DoesNotPay: no step is to be captured in this call.
         """
-        # The first one is looked at (`DecodeStep.verify`), so it may as well be one of the call's own; but its results
-        # may differ from those of a captured one in the last digits. With "always" no result depends on calls before.
+        # One eager step is watched (`Parts.run`), and may as well be one of the call's own. Its results may differ from
+        # those of a captured step in the last digits, though. With "always", no result may depend on earlier calls.
         first = int(settings.current().captured_step != "always")
         if not self._must_pay or graph_cache.kept(self.model, self._key) is not None:
             return first
@@ -144,12 +144,12 @@ class Decoding(PrefilledCall):
 
     @property
     def _rows_may_idle(self) -> bool:
-        """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
+        """Whether a step for more inputs gives the same results: its spare rows draw nothing, and nobody sees them."""
         is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
         return not is_seen
 
     def _note(self, tokens: int, eager_steps: int) -> None:
-        """The call is over."""
+        """Notes in the ledger how many steps the finished call has made."""
         may_end = self.certain_tokens < self.prompt.new_tokens
         self._ledger.note_call(self.own_key, tokens, may_end, eager_steps)
         if self._key.batch != self.own_key.batch:
@@ -169,7 +169,7 @@ class Decoding(PrefilledCall):
         return self.output(sequences=sequences, **found)
 
     def _decode(self, step: DecodeStep) -> DecodeStep:
-        """Runs the search to its end; returns the step, or the larger one that has replaced it."""
+        """Runs the search to its end. Returns the step, or the larger step that has replaced it."""
         prompt, config = self.prompt, self.config
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self.fill(), **options)
@@ -177,7 +177,7 @@ class Decoding(PrefilledCall):
         self._current = step
         self._stream(step)
         done, replays = 1, 0
-        ends: list[float] | None = None  # of the replays, and of what was before them
+        ends: list[float] | None = None  # times at which the replays ended, after that of the step before them
         compaction = self._compaction()
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
@@ -195,7 +195,7 @@ class Decoding(PrefilledCall):
             else:
                 replays += 1
                 ends.append(time.perf_counter())
-            # Also behind the first step of larger buffers: others may have left such, and then they are not exchanged.
+            # Also after the first step in larger buffers: if an earlier call has left these, it is a replay, too.
             if compaction is not None and step.is_captured:
                 compaction.after(step, seconds)
             if self._may_release(step):
@@ -204,14 +204,14 @@ class Decoding(PrefilledCall):
             done += 1
         self._compacted = compaction if compaction is not None and compaction.has_begun else None
         if ends is not None and self._compacted is None and not self._key.waits_for_host and len(ends) > _ENOUGH_STEPS:
-            # Other work may have had the processors for a part of the call.
+            # The median, as other processes may have used the processors during a part of the call.
             step.seconds_of_calls.append(median(end - begin for begin, end in pairwise(ends)))
             self._ledger.replayed[step.key.rows] = min(step.seconds_of_calls)
         self._note(done, done - 1 - replays)
         return step
 
     def _stream(self, step: DecodeStep) -> None:
-        """Puts the tokens of the last step, but of one behind the end, and of one that ends in an error."""
+        """Puts the tokens of the last step, unless the search was over before it or its scores were NaN."""
         if self._streamer is None:
             return
         rows, search = self.prompt.inputs * self._per_input, step.search
@@ -229,7 +229,10 @@ class Decoding(PrefilledCall):
         step.verify(self.model, step.turns(self.host, done), captures)
 
     def _compaction(self) -> Compaction | None:
-        """Where it changes nothing that anybody sees: draws, what is returned of every step, other rows."""
+        """Returns the batch compaction of the call; None if the user could see a difference.
+
+        Draws, scores returned of every step, and rows that depend on each other would show one.
+        """
         is_seen = self._key.samples or self._key.waits_for_host or self._streamer is not None
         is_seen |= self.config.return_dict_in_generate or self._call.cache_is_the_users
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
@@ -240,9 +243,9 @@ class Decoding(PrefilledCall):
         return Compaction(*given, self._refresh)
 
     def _first_steps(self, step: DecodeStep, was_kept: bool, seconds: float) -> list[float] | None:
-        """Takes what one of the first steps took; if all that follow are replays, the time.
+        """Notes how long one of the first steps took. Returns the present time once all later steps are replays.
 
-        What the host does in a step, such as the user's code, says nothing of the next call's.
+        Steps in which the host runs code, such as the user's, are not noted: they say nothing about the next call.
         """
         is_measured = not self._key.waits_for_host
         if not step.is_captured:
@@ -256,7 +259,7 @@ class Decoding(PrefilledCall):
         return [time.perf_counter()]
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
-        """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
+        """Runs the next step. If it cannot be captured, notes that, because later calls would fail likewise."""
         try:
             return run()
         except Exception as error:
@@ -267,14 +270,14 @@ class Decoding(PrefilledCall):
             raise
 
     def _may_release(self, step: DecodeStep) -> bool:
-        """Whether the step has all that is needed, and will not be exchanged for a larger one."""
+        """Whether the step has all that it needs from the prefill, and will not be exchanged for a larger one."""
         is_whole = step.is_captured and self.prompt.new_tokens <= step.sizes.new
-        # The user's code may yet do what a captured step cannot.
+        # The user's code may still do something that a captured step cannot.
         begins_again = self._call.runs_user_code and not self._calls.is_much()
         return is_whole and not self._has_released and not begins_again
 
     def _larger(self, step: DecodeStep) -> DecodeStep:
-        """The step with room for more of what is generated, or another one where this one has got to."""
+        """Returns the step with room for more new tokens, or a larger step that continues the call."""
         more = sizes.more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
         if not step.key.sizes.new:
             step.make_room(more)
@@ -290,13 +293,13 @@ class Decoding(PrefilledCall):
         step = graph_cache.take(self.model, self._key, self._new_step)
         if not self._refresh(step.processors or ()):
             if step.is_captured:
-                graph_cache.give_back(self.model, step)  # for the calls that it fits
+                graph_cache.give_back(self.model, step)  # for calls whose processors fit
             step = self._new_step()
         step.make_room(self._sizes())
         return step
 
     def release(self) -> None:
-        """Frees what the prefill has stored. The library's loop cannot go on from there any more."""
+        """Frees what the prefill has stored. The library's loop cannot continue from the prefill after that."""
         self._has_released = True
         self._store.release()
         self.prompt.own.clear()
@@ -305,11 +308,11 @@ class Decoding(PrefilledCall):
 
 
 def recorded(search: Search, inputs: slice, count: int, kept: dict[str, list[Tensor]], config: Any) -> dict[str, Any]:
-    """What `return_dict_in_generate` returns beside the sequences of these inputs: their rows count from the first one.
+    """Returns what `return_dict_in_generate` adds to the sequences of these inputs, whose rows count from the first.
 
     Args:
-        count: sequences that each of them returns.
-        kept: what is returned of every step, by name.
+        count: sequences that each input returns.
+        kept: what the call returns of every step, by name.
         config: the generation config.
     """
     found: dict[str, Any] = {name: tuple(each) for name, each in kept.items()}

@@ -1,9 +1,9 @@
-"""Speculative decoding in slots: rows that are free verify what is drafted for inputs that are there.
+"""Speculative decoding in slots: free rows verify drafts for the present inputs.
 
-Each of them is a copy of an input, one drafted token behind the one before, and shares its K and V. So it is a row of
-the step like any other: its processors and its draw are those that the input would have behind these tokens, and what
-it chooses is what the input would choose. Those tokens of a draft are kept that the rows in front have chosen: greedy
-or drawn, the tokens are those of a step without drafts.
+Each such row is a copy of an input, one drafted token longer than the one before, and shares the input's K and V. So it
+is a row of the step like any other: its processors and its draw are those that the input would have after these tokens,
+and it chooses what the input would choose. A drafted token is kept if the row before it has chosen the same token.
+Greedy or drawn, the tokens are therefore those of a step without drafts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastgen.decoding.speculation.verify_rows import Chance, StepSeconds, counts
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
-# Rows of a step with drafts, at the most: beyond these a step takes longer by as much as it has more rows.
+# The most rows of a step with drafts: beyond these, the time of a step grows in proportion to its rows.
 MOST_ROWS = 16
 
 
 class Draft(NamedTuple):
-    """Tokens that may come behind the sequence of an input, and how likely each is to be right."""
+    """Tokens that may follow the sequence of an input, and the probability that each is right."""
 
     slot: Slot
     tokens: list[int]
@@ -36,13 +36,13 @@ class _Verified(NamedTuple):
 
 
 class DraftRows:
-    """The drafts of a step. Nothing of them is left between two steps.
+    """The drafts of a step. Nothing of them remains between two steps.
 
     Args:
-        seconds: what steps of the model take; None where nothing may depend on a clock.
+        seconds: times of the model's steps; None if nothing may depend on a clock.
 
     Attributes:
-        drafted, accepted: tokens of the latest step.
+        drafted, accepted: numbers of tokens in the latest step.
     """
 
     def __init__(self, seconds: StepSeconds | None) -> None:
@@ -52,18 +52,18 @@ class DraftRows:
         self.drafted = self.accepted = 0
 
     def note(self, rows: int, seconds: float) -> None:
-        """A replayed step of so many rows took so long."""
+        """Notes the seconds of a replayed step of this many rows."""
         if self._is_timed:
             self._seconds.note(rows, seconds)
 
     def put(
         self, step: DecodeStep, slots: Iterable[Slot], taken: int, most: int | None, places: Callable[[], Sequence[int]]
     ) -> int:
-        """Drafts for these inputs, behind the places that are taken; how many places there are then.
+        """Puts drafts for these inputs into the slots after those taken. Returns the number of slots in use then.
 
         Args:
-            most: tokens; None for any number.
-            places: gives the numbers of places that steps compute something of, in order.
+            most: maximum number of drafted tokens; None for no limit.
+            places: returns the numbers of slots that steps compute, in order.
         """
         room = min(step.key.batch, MOST_ROWS, MOST_ROWS if most is None else taken + most)
         if taken >= room:
@@ -88,7 +88,7 @@ class DraftRows:
         return Draft(slot, found, chance)
 
     def _fork(self, step: DecodeStep, draft: Draft, first: int) -> int:
-        """Rows from the first on verify a draft; how many."""
+        """Has rows from `first` on verify a draft. Returns their number."""
         slot, tokens = draft.slot, draft.tokens
         if slot.form is not None:
             forms = slot.catch(partial(slot.form.drafted, step.search.sequences_of(slot.place)[0], tokens), [])
@@ -110,8 +110,8 @@ class DraftRows:
         return len(rows)
 
     def take(self, step: DecodeStep) -> None:
-        """Behind the step: the inputs go on behind what is right of their drafts. Notes in `taken` how many tokens each
-        of them has got.
+        """Advances the inputs by the right tokens of their drafts, after the step. Adds the numbers of these tokens to
+        the slots' `taken`.
         """
         if not self._proposed:
             return
@@ -124,12 +124,12 @@ class DraftRows:
             step.buffers.empty(forks)
         verified = {each.draft.slot for each in self._verified}
         for draft in self._proposed:
-            if draft.slot not in verified:  # what it would have been worth
+            if draft.slot not in verified:  # learn from the draft that was not verified
                 draft.chance.note(1, int(chosen[draft.slot.place] == draft.tokens[0]))
         self._verified, self._proposed = [], []
 
     def _keep_right(self, step: DecodeStep, verified: _Verified, chosen: list[int]) -> None:
-        """An input goes on behind those tokens of its draft that the rows in front of them have `chosen`."""
+        """Advances an input by those tokens of its draft that the rows before them have `chosen`."""
         draft, rows = verified
         slot, right = draft.slot, 0
         in_front = slot.place, *rows

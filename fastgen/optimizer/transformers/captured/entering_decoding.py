@@ -1,4 +1,4 @@
-"""A call whose inputs enter slots: it goes no further than its first token."""
+"""A call whose inputs enter slots: it ends after its first token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastgen.optimizer.transformers.user_code import kind_of
 
 
 class _HostCode(HostCode):
-    """It may run the model, as guidance does: with the adapter that the request has of its own, also between steps."""
+    """Code that may run the model, as guidance does, with the request's own adapter, also between steps."""
 
     def __init__(self, call: Call, arguments: dict[str, Any]) -> None:
         super().__init__(call, arguments)
@@ -39,12 +39,12 @@ class _HostCode(HostCode):
             yield
 
     def asks(self, criterion: Any) -> bool:
-        # Who stops a call by a time without end takes its inputs out of their slots.
+        # A criterion of infinite time only serves to stop a call, whose inputs are then taken out of their slots.
         return super().asks(criterion) and getattr(criterion, "max_time", None) != math.inf
 
 
 class EnteringDecoding(Decoding):
-    """One call after its prefill, as `Slots` takes it."""
+    """One call after its prefill, in the form that `Slots` admits."""
 
     _code_type, _enters_slots = _HostCode, True
 
@@ -56,7 +56,7 @@ class EnteringDecoding(Decoding):
         self.streamer = arguments.get("streamer")
 
     def _sign(self, given: Sequence[Any]) -> list[processors.Signed | None]:
-        """The form of a result is data of the step, if there is one, and the host need not run it."""
+        """Signs the processors. A single form of the result is data of the step, so that the host need not run it."""
         found, forms = super()._sign(given), [n for n, each in enumerate(given) if kind_of(each) is FormProcessor]
         if len(forms) == 1:
             ban_none = all(type(each) is library.RepetitionPenaltyLogitsProcessor for each in given[: forms[0]])
@@ -71,28 +71,28 @@ class EnteringDecoding(Decoding):
         seed: int | None,
         own_processors: Sequence[Any] = (),
     ) -> Slot:
-        """One of its inputs, as slots see it.
+        """Returns one of its inputs, for slots.
 
         Args:
-            owner: whose it is.
-            new_tokens: the most that it may generate; None for as many as the call may.
-            length: tokens of its prompt; None for as many as the call has.
-            seed: of what it draws; None for one that is drawn.
-            own_processors: that the input has besides those of the call's options.
+            owner: the object that the input belongs to.
+            new_tokens: the most tokens that it may generate; None for as many as the call may.
+            length: length of its prompt in tokens; None for the length of the call's prompts.
+            seed: of its draws; None for a drawn seed.
+            own_processors: processors that the input has besides those of the call's options.
         """
         generator = None
         if self.config.do_sample:
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed)
         is_seen = self.own_key.waits_for_host or self.shared_processors is None
-        # Criteria, of which there are none where several inputs enter, are given what this call keeps.
+        # Criteria, of which there are none if several inputs enter, read what this call keeps.
         kept = self._code.kept if self.prompt.inputs == 1 else {name: [] for name in self._code.kept}
         host = self.host._replace(keep=partial(append, kept))
         most = self.prompt.new_tokens if new_tokens is None else new_tokens
         padding = 0 if length is None else self.prompt.tokens.shape[1] - length
         results = partial(_results, self._count, kept, self.config, self.output)
         forms = [each for each in own_processors if type(each) is FormProcessor]
-        # Where the processors are none that inputs share, the host runs the form with the others.
+        # If the inputs share no processors, the host runs the form with the others.
         form = forms[0] if forms and self.shared_processors is not None else None
         return Slot(
             owner,
@@ -107,7 +107,7 @@ class EnteringDecoding(Decoding):
         )
 
     def _windows_of_key(self) -> tuple[int | None, ...]:
-        """Those of the model: others that enter may be longer."""
+        """Returns the model's windows, because longer inputs may enter later."""
         return tuple(self._windows)
 
     @property
@@ -117,17 +117,17 @@ class EnteringDecoding(Decoding):
 
     @property
     def numbers(self) -> list[tuple[float, ...]]:
-        """Those of each processor, which are its inputs' own."""
+        """The numbers of each processor, which belong to its inputs."""
         return [() if each is None else each.numbers for each in self._signed]
 
     @cached_property
     def shared_processors(self) -> tuple[processors.Signed, ...] | None:
-        """What each processor does to all inputs of a step; None if some do not do the same for rows of any number."""
+        """What each processor does to all inputs of a step; None if one depends on the number of rows."""
         return processors.all_known([None if each is None else each.shared() for each in self._signed])
 
 
 def _results(count: int, kept: dict[str, list[Tensor]], config: Any, output: Any, search: Search, inputs: slice) -> Any:
-    """What `generate` returns for an input, but for a cache."""
+    """Returns what `generate` returns for an input, except a cache."""
     sequences = search.results(inputs, count)
     if not config.return_dict_in_generate:
         return sequences

@@ -1,6 +1,6 @@
-"""The form of results: what may come next, which the host finds out between steps, as data of a step with slots.
+"""Results of a given form: between steps, the host finds the tokens that may come next, as data of a step with slots.
 
-Elsewhere the form is a processor like any of the user's, which the host runs within a step.
+Without slots, the form is a processor that the host runs within a step, like any processor of the user's.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 
 
 class Form(Protocol):
-    """Where a sequence is in its form. It does not change."""
+    """The state of a sequence in its form. It is immutable."""
 
     def behind(self, token: int) -> Form:
-        """Where it is behind a token."""
+        """Returns the state after a token."""
 
     def allows(self, token: int) -> bool:
         """Whether this token may come next."""
 
     def forced(self) -> list[int]:
-        """Tokens that come next, as there is no other text that could."""
+        """Returns the tokens that must come next, because no other text is possible."""
 
     def blocked(self, size: int) -> Tensor:
-        """[size], bool, on the CPU: which tokens may not come."""
+        """Returns [size], bool, on the CPU: which tokens may not come next."""
 
 
 class FormProcessor(LogitsProcessor):
-    """Has each sequence of a call have a form.
+    """Gives each sequence of a call a form.
 
-    It knows a sequence by its tokens: beams change their rows, rows leave a batch, and a call may be repeated.
+    It identifies a sequence by its tokens, because beams change rows, rows leave a batch, and a call may be repeated.
 
     Args:
-        begin: of the form.
+        begin: the initial state of the form.
     """
 
     def __init__(self, begin: Form) -> None:
         self._begin = begin
-        self._prompt = self._longest = 0  # tokens of each at the beginning, and at the most, those of padding included
+        self._prompt = self._longest = 0  # lengths, including padding: of the prompt, and the largest so far
         self._prompts: set[bytes] = set()
-        self._forms: dict[bytes, Form] = {}  # of the sequences of the latest step
+        self._forms: dict[bytes, Form] = {}  # states of the sequences of the latest step
 
     def anew(self) -> FormProcessor:
-        """One for another call, which may run at the same time."""
+        """Returns a processor for another call, which may run at the same time."""
         return FormProcessor(self._begin)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return restricted(scores, self.blocked(input_ids, scores.shape[1]).to(scores.device))
 
     def blocked(self, tokens: Tensor, size: int) -> Tensor:
-        """[rows, size], bool, on the CPU: what may not come behind tokens [rows, length]."""
+        """Returns [rows, size], bool, on the CPU: the tokens that may not follow `tokens`, [rows, length]."""
         rows, length = [row.tobytes() for row in tokens.cpu().numpy()], tokens.shape[1]
-        # A draft may be given up, but no step is left out.
+        # A draft may be discarded, so lengths may shrink, but no step is skipped.
         if not (self._prompt < length <= self._longest + 1 and self._knows(rows, tokens.itemsize)):
             self._prompt, self._longest, self._prompts = length, length, set(rows)
         self._longest = max(self._longest, length)
@@ -65,12 +65,12 @@ class FormProcessor(LogitsProcessor):
         return torch.stack([self._forms[key].blocked(size) for key in rows])
 
     def forced(self, tokens: Tensor) -> list[int]:
-        """What comes next behind one of the sequences of the latest step, [length], as far as there is no choice."""
+        """Returns the tokens that must follow a sequence of the latest step, [length], until there is a choice."""
         return self._forms[tokens.numpy().tobytes()].forced()
 
     def drafted(self, tokens: Tensor, draft: Sequence[int]) -> list[Form]:
-        """Where one of the sequences of the latest step, [length], is behind each token of a draft, up to the first
-        that may not come. The next step may be behind any of them.
+        """Returns the state of a sequence of the latest step, [length], after each token of a draft, up to the first
+        token that may not come. The next step may continue any of them.
         """
         key, found = tokens.numpy().tobytes(), list[Form]()
         form = self._forms[key]
@@ -79,7 +79,7 @@ class FormProcessor(LogitsProcessor):
                 break
             try:
                 form = form.behind(token)
-            except ValueError:  # the form cannot be followed there, which counts where the sequence itself gets there
+            except ValueError:  # the form cannot be followed; raised again if the sequence itself gets there
                 break
             found.append(form)
             key += torch.tensor(token, dtype=tokens.dtype).numpy().tobytes()
@@ -88,7 +88,7 @@ class FormProcessor(LogitsProcessor):
         return found
 
     def _knows(self, rows: list[bytes], itemsize: int) -> bool:
-        """Whether these go on from the prompts of the call."""
+        """Whether these sequences continue prompts of the call."""
         return all(row[: self._prompt * itemsize] in self._prompts for row in rows)
 
     def _form(self, key: bytes, tokens: Tensor) -> Form:
@@ -102,13 +102,13 @@ class FormProcessor(LogitsProcessor):
 
 
 def restricted(scores: Tensor, blocked: Tensor, are_banned: bool = True) -> Tensor:
-    """Scores without what is blocked; both [rows, vocabulary].
+    """Returns the scores without blocked tokens; both [rows, vocabulary].
 
-    Others may have left nothing that may come. Where they force a token, as the first one of a translation, it comes;
-    otherwise, as where they block what repeats, all that may come is as likely.
+    Other processors may have left no allowed token. If they force a token, such as the first one of a translation, it
+    comes. Otherwise, for example if they block repetitions, all allowed tokens are equally likely.
 
     Args:
-        are_banned: others may have taken something out.
+        are_banned: other processors may have banned tokens.
     """
     found = scores.masked_fill(blocked, -torch.inf)
     if not are_banned:
@@ -120,10 +120,10 @@ def restricted(scores: Tensor, blocked: Tensor, are_banned: bool = True) -> Tens
 
 
 class FormMask(CapturedProcessor):
-    """What may not come, of each row of a step with slots. `block` says it of an input; of the others it is nothing.
+    """The blocked tokens of each row of a step with slots. `block` sets those of an input; by default there are none.
 
     Args:
-        are_banned: as of `restricted`. A step may have one mask of each kind: a call has its own.
+        are_banned: as in `restricted`. A step may have one mask of each kind, and a call uses its own kind.
     """
 
     is_of_any_rows, neutral = True, ()
@@ -136,12 +136,12 @@ class FormMask(CapturedProcessor):
         return restricted(scores, self._blocked, self.are_banned)
 
     def block(self, form: FormProcessor, tokens: Tensor, target: int) -> None:
-        """What may not come of an input, whose sequences are `tokens` [rows, length]."""
+        """Sets the blocked tokens of an input, whose sequences are `tokens`, [rows, length]."""
         rows = self._of(target)
         rows.copy_(form.blocked(tokens, rows.shape[1]))
 
     def block_behind(self, forms: Sequence[Form], first: int) -> None:
-        """What may not come of the inputs from the first on, each of which is at one of these places in its form."""
+        """Sets the blocked tokens of consecutive inputs from `first` on, by their states in the form."""
         for target, form in enumerate(forms, first):
             rows = self._of(target)
             rows.copy_(form.blocked(rows.shape[1]))

@@ -27,28 +27,28 @@ class Forward:
     """Runs the model on the buffers of a step.
 
     Attributes:
-        is_watched: it has run while the host looked at what it may not look at later: what masks say.
-        is_eager: it runs as the library's loop would run it, and is not captured.
+        is_watched: the step has run once while the host could read what masks contain, which it cannot do later.
+        is_eager: the model runs as in the library's loop, and is not captured.
     """
 
     def __init__(self, key: Key, prompt: Prompt, buffers: StepBuffers, search: Search) -> None:
         self._key, self._buffers, self._search = key, buffers, search
-        # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
+        # K and V of the encoder's output are stored. A model that reads the output nevertheless gets NaN, which shows.
         self.nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=buffers.device)
         self.is_watched = self.is_eager = self._watches = False
         self._refused: CannotBeCaptured | None = None  # while it is watched
 
     def __call__(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
-        """[any, width, vocabulary]: the logits behind `tokens`, [any, width]."""
+        """Returns the logits for `tokens`, [any, width]: [any, width, vocabulary]."""
         adapters = row_adapters.choosing(model, self._key.adapters, inputs.get(row_adapters.NUMBERS))
         given = _inputs_of_model(inputs)
         inputs = model.prepare_inputs_for_generation(
             tokens, next_sequence_length=width, **releases.with_cache(cache), **given, **self._constants(width)
         )
         if any(name in given and inputs.get(name) is None for name in POSITIONS):
-            # It counts them from the cache, where prompts may have been put behind padding.
+            # The model would count positions from the cache, although prompts may be preceded by padding.
             raise CannotBeCaptured("positions that the model does not read")
-        # What is captured is made of torch's own products, for which others stand later.
+        # A capture consists of torch's own linear ops, which the graph passes replace.
         products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
         known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else graph.Capturable()
         with known, fused(), products, adapters:
@@ -61,15 +61,15 @@ class Forward:
         return logits
 
     def cache(self, model: Any, cache: Any) -> Any:
-        """`cache`, or one that takes no time: as long as an int says, where the host may ask."""
+        """Returns `cache`, or one whose length is an int, which is faster, if the host may know the length."""
         return self._buffers.cache(self._search, int(self._buffers.cache_length)) if self._is_known(model) else cache
 
     @contextlib.contextmanager
     def watched(self, cache: Any) -> Iterator[None]:
-        """In this context the host looks at what it may not look at later.
+        """Lets the host read what masks contain while this context is open.
 
         Raises:
-            CannotBeCaptured: what the model has read is not there in a captured step.
+            CannotBeCaptured: the model has read something that a captured step does not have.
         """
         kvs = [layer.kv for layers in layers_in(cache) for layer in layers if hasattr(layer, "kv")]
         for kv in kvs:
@@ -88,10 +88,10 @@ class Forward:
     def _check_source(self, logits: Tensor, again: Callable[[dict[str, Any]], Tensor]) -> None:
         """Notes whether the model reads the encoder's output, which is NaN here, besides the stored keys and values.
 
-        Where scores are NaN, they may be so for another reason: they are then with another output, too.
+        NaN in the logits may have another cause: then it remains with another encoder output.
 
         Args:
-            again: makes the same logits, of all positions, with these arguments exchanged.
+            again: recomputes the logits of all positions with these arguments replaced.
         """
         found = logits[: self._buffers.rows].isnan()
         if not bool(found.any()):
@@ -100,23 +100,23 @@ class Forward:
         same = again(zeros)[: self._buffers.rows, -logits.shape[1] :].isnan()
         if not torch.equal(found, same):
             self._refused = CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
-        elif bool(found.flatten(1).any(dim=1).all()):  # a row without NaN would show that nothing is read
+        elif bool(found.flatten(1).any(dim=1).all()):  # a row without NaN would show that the output is not read
             self._refused = OfThisCall("scores are NaN, so that nothing shows whether the encoder's output is read")
 
     def _is_known(self, model: Any) -> bool:
-        """Whether the host may ask how long the cache is, in a step that nobody looks at."""
+        """Whether the host may know the length of the cache, in an eager step that is not watched."""
         is_one = not self._key.has_own_lengths
         return is_one and self.is_eager and self.is_watched and counts_on_the_host(model)
 
     def _constants(self, width: int) -> dict[str, Any]:
-        """The model's inputs that are in no buffers."""
+        """Returns the model's inputs that are in no buffers."""
         found: dict[str, Any] = dict(self._key.constants)
         if "logits_to_keep" in found:
             found["logits_to_keep"] = width
         return {**found, **self._source(self.nothing)}
 
     def _source(self, filled_with: Tensor) -> dict[str, Any]:
-        """The encoder's output as the model gets it, [1, 1, 1] in all places; nothing for a model without encoder."""
+        """Returns the encoder's output for the model, [1, 1, 1] expanded; nothing for a model without encoder."""
         if self._key.encoder is None:
             return {}
         kind_of_output, size = self._key.encoder
@@ -127,7 +127,7 @@ class Forward:
 
 
 def _inputs_of_model(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the model gets of a step's inputs, of which some are the step's own."""
+    """Returns the model's inputs among a step's inputs, without those that only the step uses."""
     found = {name: given for name, given in inputs.items() if name not in (row_adapters.NUMBERS, AXES)}
     for name in POSITIONS if AXES in inputs else ():
         if name in found:

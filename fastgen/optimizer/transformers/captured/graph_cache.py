@@ -1,6 +1,6 @@
-"""What has been captured, and is kept from one call to the next: decode steps, and passes of encoders.
+"""The one cache of recordings: decode steps and encoder passes that were captured and are kept from call to call.
 
-The one cache of recordings. A model has those of its last states: adapters are used in turn.
+A model keeps the recordings of its last few states, because callers may alternate between adapters.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.models import attention_functions
 
-# Steps of all models together; passes of the encoder of one, of which each is of one shape; and what is recorded of one
-# for any number of inputs. A step has the K/V of a whole batch, and such a recording has memory for what a step of many
-# inputs computes. So there is a limit to the bytes of both, too: that part of the GPU's memory, or of what is free on
-# the CPU. What is kept is missing elsewhere. On the CPU K and V take no memory between two calls, and an engine has a
-# step for each power of two of its slots, and each kind of options.
+# Limits: steps of all models together; encoder passes of one model, each of one shape; and recordings of one model that
+# serve any number of inputs. A step holds K and V of a whole batch, and such a recording holds memory for the results
+# of a step of many inputs. So the bytes of both are limited, too: to a part of the GPU's memory, or of the CPU's free
+# memory, which others may need. On a CPU, K and V take no memory between two calls, and an engine has a step for each
+# power of two of its slots, and for each kind of options.
 MOST, MOST_PASSES = 24, 32
 MOST_ON_GPU = 8
 MOST_SYMBOLIC = 12
 MOST_OF_MEMORY = 0.25
-# States of a model.
+# States of a model whose recordings are kept.
 _MOST_STATES = 4
 
 
 class Kept(Protocol):
-    """A captured step, or a captured pass.
+    """A captured step, or a captured encoder pass.
 
     Attributes:
-        state: of the model that it is captured with.
+        state: the state of the model with which it is captured.
     """
 
     key: Any
@@ -53,37 +53,37 @@ class Kept(Protocol):
     def nbytes(self) -> int: ...
 
     def clear(self) -> None:
-        """What the last call has left is of no use any more."""
+        """Discards what the last call has left in the buffers."""
 
 
 @dataclass
 class _OfModel:
-    """What is kept of one model as it is now: what was captured, and what could not be."""
+    """What is kept of one state of a model: its recordings, and the keys that could not be captured."""
 
     state: Any  # a `GuardedState`, and the attention functions
     ledger: Ledger
     steps: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)
-    symbolic: OrderedDict[Key, Any] = field(default_factory=OrderedDict)  # recorded for any number of inputs
-    bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
+    symbolic: OrderedDict[Key, Any] = field(default_factory=OrderedDict)  # recordings for any number of inputs
+    bound: set[Key] = field(default_factory=set)  # keys of any sizes, and any batch, whose recordings have fixed sizes
     shares_kv: bool | None = None  # whether rows can share K and V; None if no step has shown it
-    former: list[_OfModel] = field(default_factory=list)  # of the model as it was before, the last one last
+    former: list[_OfModel] = field(default_factory=list)  # of earlier states of the model, the most recent last
 
 
-# What is kept: of which model, in which of its dictionaries, and under which key there.
+# Where a recording is kept: the model's state, one of its dictionaries, and the key there.
 _Place = tuple[_OfModel, OrderedDict[Any, Any], Hashable]
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
-# One thread at a time changes them, or goes through them: `disable` may free steps at any time, and the CPU and a GPU
-# may have a call each.
+# Only one thread at a time changes or iterates them: `disable` may free steps at any time, and a call on the CPU and a
+# call on a GPU may run at the same time.
 _lock = forkable_lock()
 
 
 def take(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
-    """What is kept under this key, or what `make` makes, for one call at a time.
+    """Returns the step kept under this key, or the result of `make`, and takes it out of the cache for one call.
 
     Raises:
-        CannotBeCaptured: that has been tried before, or the model runs more than the libraries' own code.
+        CannotBeCaptured: capturing failed before, or the model runs code that is not the libraries' own.
     """
     with _lock:
         cached = _of(model)
@@ -91,7 +91,7 @@ def take(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         if key in cached.refused:
             raise CannotBeCaptured(cached.refused[key])
         found = cached.steps.pop(key, None)
-        # Not when it is given back: a call like the last one finds its memory where it was.
+        # Buffers are cleared here, not in `give_back`, so that a call like the last one finds its memory in place.
         for idle in (kept for other in _all() for kept in other.steps.values()):
             idle.clear()
     found = found or make()
@@ -100,37 +100,37 @@ def take(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def state(model: Any) -> Hashable:
-    """The model as it is now: what was captured with another one does not serve.
+    """Returns the present state of the model. Recordings of another state do not serve it.
 
     Raises:
-        CannotBeCaptured: the model runs more than the libraries' own code.
+        CannotBeCaptured: the model runs code that is not the libraries' own.
     """
     with _lock:
         return _of(model).state
 
 
 def give_back(model: Any, found: Kept) -> None:
-    """Keeps what was captured for the next call of its key; those that were not used for longest go for it."""
+    """Keeps a captured step for the next call of its key, and evicts the least recently used ones to make room."""
     with _lock:
         cached = _models.get(model)
-        if cached is None or cached.state != found.state:  # it was dropped, or settings or the model have changed
+        if cached is None or cached.state != found.state:  # dropped meanwhile, or settings or the model have changed
             return
         cached.steps[found.key] = found
-        _models[model] = _models.pop(model)  # the last one that was used
+        _models[model] = _models.pop(model)  # now the most recently used model
         _make_room(found.device)
 
 
 def _make_room(device: torch.device) -> None:
-    """Frees what was not used for longest, until there is room for what is kept on a device."""
+    """Frees the least recently used recordings of a device until the rest fits."""
     most_bytes, most = _most_bytes(device), MOST_ON_GPU if device.type == "cuda" else MOST
     while (oldest := _superfluous(device, most_bytes, most)) is not None:
         of, kept, key = oldest
         del kept[key]
-        of.ledger.forget(key)  # or each call would record it again
+        of.ledger.forget(key)  # otherwise each call would record the step again
 
 
 def _superfluous(device: torch.device, most_bytes: float, most: int) -> _Place | None:
-    """What is to go, of so many steps in so many bytes on this device; None if there is room for all."""
+    """Returns what to evict, given at most this many steps and bytes on this device; None if everything fits."""
     steps, recordings = list[_Place](), list[_Place]()
     for of in _all():
         passes = [key for key in of.steps if not isinstance(key, Key)]
@@ -140,39 +140,39 @@ def _superfluous(device: torch.device, most_bytes: float, most: int) -> _Place |
         steps += [(of, of.steps, key) for key in of_device if isinstance(key, Key)]
         if device.type == "cpu":
             recordings += [(of, of.symbolic, key) for key, found in of.symbolic.items() if found is not None]
-    # Of a pass next to nothing is kept. Recordings share memory for what they compute.
+    # An encoder pass keeps next to nothing. Recordings share the memory of their intermediate results.
     chunks = {chunk for _, kept, key in recordings for chunk in kept[key].chunks}
     nbytes = sum(kept[key].nbytes for _, kept, key in steps) + sum(chunk.nbytes for chunk in chunks)
     if len(steps) <= most and nbytes <= most_bytes:
         return None
     uncaptured = (each for each in steps if not each[1][each[2]].is_captured)
-    # The programs that were made of a recording go on without it.
+    # Programs that were made from a recording run without it.
     others = steps if len(steps) > most else [*recordings, *steps]
     return next(uncaptured, next(iter(others), None))
 
 
 def used(model: Any, key: Hashable) -> Any:
-    """What is kept under this key, to be used where it is, by who has the turn; None if there is nothing.
+    """Returns the step kept under this key, to be used in place by the thread that has the turn; None if there is none.
 
     Raises:
-        CannotBeCaptured: the model runs more than the libraries' own code.
+        CannotBeCaptured: the model runs code that is not the libraries' own.
     """
     with _lock:
         cached = _of(model)
         if key in cached.steps:
             cached.steps.move_to_end(key)
-            _models[model] = _models.pop(model)  # the last one that was used
+            _models[model] = _models.pop(model)  # now the most recently used model
         return cached.steps.get(key)
 
 
 def refuse(model: Any, key: Hashable, reason: str) -> None:
-    """What has this key cannot be captured, and is not to be tried again."""
+    """Notes that a step of this key cannot be captured, so that no call tries again."""
     with _lock:
         _known(model).refused[key] = reason
 
 
 def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
-    """What was recorded for keys like this one, for so many inputs at least, or what `make` makes; or None."""
+    """Returns the recording for keys like this one that serves at least `inputs`, or the result of `make`; or None."""
     with _lock:
         cached = _of(model)
         of_any = _of_any_batch(key)
@@ -183,9 +183,9 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
     made = make()
     device = torch.device("cpu")
     if made is not None and sum(chunk.nbytes for chunk in made.chunks) > _most_bytes(device):
-        made = None  # each step is recorded for itself, in less memory
+        made = None  # each step is recorded separately, in less memory
     with _lock:
-        # What serves fewer inputs stays where there is nothing for so many.
+        # A recording for fewer inputs is kept if none could be made for this many.
         if _models.get(model) is cached and (made is not None or found is None):
             cached.symbolic[of_any] = made
             while len(cached.symbolic) > MOST_SYMBOLIC:
@@ -195,21 +195,21 @@ def symbolic(model: Any, key: Key, inputs: int, make: Callable[[], Any]) -> Any:
 
 
 def has_symbolic(model: Any, inputs: int, *keys: Key) -> bool:
-    """Whether there is something recorded for keys like one of these of any number of inputs, so many among them."""
+    """Whether a recording for any number of inputs exists for one of these keys, and serves this many inputs."""
 
     def is_in(cached: _OfModel) -> bool:
         found = (cached.symbolic.get(_of_any_batch(key)) for key in keys)
         return any(recorded is not None and inputs <= recorded.most for recorded in found)
 
     with _lock:
-        try:  # what has changed in the model is looked for only where there is a reason to
+        try:  # changes of the model are only looked for if there is a reason to
             return is_in(_known(model)) and is_in(_of(model))
         except CannotBeCaptured:
             return False
 
 
 def bind(model: Any, step: Any) -> None:
-    """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
+    """Notes that the captured parts of this step cannot use larger buffers: it serves calls of its own sizes only."""
     with _lock:
         bound = _known(model).bound
         caches.limit(bound)
@@ -218,47 +218,47 @@ def bind(model: Any, step: Any) -> None:
 
 
 def is_bound(model: Any, key: Key) -> bool:
-    """Whether steps of this key, which is one of any sizes, are known to be of one size each."""
+    """Whether steps of this key, which is open to any sizes, are known to have fixed sizes."""
     return _of_any_batch(key) in _known(model).bound
 
 
 def is_refused(model: Any, key: Hashable) -> bool:
-    """Whether what has this key is known not to be capturable."""
+    """Whether a step of this key is known not to be capturable."""
     with _lock:
-        try:  # what has changed in the model is looked for only where there is a reason to
+        try:  # changes of the model are only looked for if there is a reason to
             return key in _known(model).refused and key in _of(model).refused
         except CannotBeCaptured:
             return True
 
 
 def note_shared_kv(model: Any, can: bool) -> None:
-    """A step has shown whether rows can share K and V, as those do that verify what is drafted."""
+    """Notes whether rows can share K and V, as rows do that verify the draft of another row."""
     with _lock:
         _known(model).shares_kv = can
 
 
 def shares_kv(model: Any) -> bool | None:
-    """Whether rows of the model as it is now can share K and V; None if no step has shown it."""
+    """Returns whether rows of the model in its present state can share K and V; None if no step has shown it."""
     with _lock:
-        try:  # what has changed in the model is looked for only where there is a reason to
+        try:  # changes of the model are only looked for if there is a reason to
             return None if _known(model).shares_kv is None else _of(model).shares_kv
         except CannotBeCaptured:
             return False
 
 
 def kept(model: Any, key: Hashable) -> Any:
-    """What is kept under this key, or None: to look at what it was measured to take; others may take it."""
+    """Returns the step kept under this key, or None, to read its measurements only: other calls may take it."""
     return _known(model).steps.get(key)
 
 
 def others(model: Any, key: Key) -> list[Key]:
-    """The keys of steps for other numbers of inputs."""
+    """Returns the keys of kept steps that differ from `key` in the number of inputs at most."""
     of_any = _of_any_batch(key)
     return [other for other in tuple(_known(model).steps) if isinstance(other, Key) and _of_any_batch(other) == of_any]
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
-    """Frees the steps of a model that will not be asked for any more."""
+    """Frees the steps of a model that no call will ask for any more."""
     with _lock:
         cached = _known(model)
         for state in (cached, *cached.former):
@@ -268,17 +268,17 @@ def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
 
 
 def drop(model: Any) -> None:
-    """Frees the steps of a model, which hold the weights that they were recorded with."""
+    """Frees the steps of a model, which hold the weights they were recorded with."""
     with _lock:
         _models.pop(model, None)
 
 
 def drop_all() -> bool:
-    """Frees the steps that are not in use; says whether there were any."""
+    """Frees the steps that are not in use. Returns whether there were any."""
     with _lock:
         found = any(cached.steps or cached.symbolic for cached in _all())
         for cached in _models.values():
-            cached.ledger.forget()  # what was recorded has to pay again
+            cached.ledger.forget()  # a new recording has to pay again
         _models.clear()
     graph.let_pools_go()
     return found
@@ -297,12 +297,12 @@ def _most_bytes(device: torch.device) -> float:
 
 
 def _known(model: Any) -> _OfModel:
-    """What is kept of a model, whatever it is now; of one of which nothing is, what goes here is kept nowhere."""
+    """Returns what is kept of a model in whatever state; an empty record, kept nowhere, if there is nothing."""
     return _models.get(model) or _OfModel(None, Ledger())
 
 
 def _of(model: Any) -> _OfModel:
-    """What is kept of a model; nothing that was captured with other parameters."""
+    """Returns what is kept of a model in its present state."""
     state = GuardedModel.of(model).check(model), attention_functions()
     cached = _models.get(model)
     if cached is None:
@@ -313,13 +313,13 @@ def _of(model: Any) -> _OfModel:
 
 
 def _changed(before: _OfModel, state: tuple[GuardedState, Hashable]) -> _OfModel:
-    """What is kept of a model that has changed: of adapters that are used in turn, the steps of all. Steps of weights
-    that are gone are freed.
+    """Returns what is kept of a model that has changed. Earlier states with the same weights are kept, because callers
+    may alternate between adapters. Steps of other weights are freed.
     """
     known = [*before.former, before]
     before.former = []
     of_state = next((each for each in known if each.state == state), None)
-    if of_state is None:  # what is recorded for it has to pay, or each change would make a recording
+    if of_state is None:  # its recordings have to pay, or each change would lead to a recording
         before.ledger.forget()
         of_state = _OfModel(state, before.ledger)
     others = [each for each in known if each is not of_state]
@@ -329,7 +329,7 @@ def _changed(before: _OfModel, state: tuple[GuardedState, Hashable]) -> _OfModel
 
 
 def _all() -> Iterator[_OfModel]:
-    """What is kept of all models as they are, and as they were before."""
+    """Iterates over what is kept of all models, in their present and earlier states."""
     for cached in _models.values():
         yield from cached.former
         yield cached

@@ -1,4 +1,4 @@
-"""What of a call's steps the host does: the call's processors and criteria, and what it returns of every step."""
+"""What the host does in a call's steps: running processors and criteria, keeping what the call returns of each step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call
 
-# What may be returned of every step.
+# Tensors that a call may return of every step.
 RECORDS = ("scores", "logits")
 
-# Classes of criteria that have written into the tokens of beams. A captured search has none for each candidate.
+# Classes of criteria that wrote into the tokens of beams. A captured search has no such tokens for each candidate.
 _writers: weakref.WeakSet[Any] = weakref.WeakSet()
 _WRITES = "a criterion writes into the tokens of beams"
 
 
 class Host(NamedTuple):
-    """What of a step the host does: the processors, the stopping criteria, and what is returned of every step."""
+    """What the host does in a step: processors, stopping criteria, and keeping what the call returns of every step."""
 
     process: Callable[[Tensor, Tensor], Tensor]  # (tokens [rows, length], scores [rows, vocabulary]) -> scores
     stops: Callable[[Tensor], Tensor]  # tokens [continuations, length] -> [continuations], bool
@@ -33,7 +33,7 @@ class Host(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Some inputs of a step, next to each other and as long as each other, and what the host does for them."""
+    """Inputs of a step that are adjacent and equally long, and what the host does for them."""
 
     host: Host
     inputs: slice
@@ -42,16 +42,16 @@ class Turn(NamedTuple):
 
 
 class Written(CannotBeCaptured):
-    """A criterion has written into the tokens of beams, in this call."""
+    """A criterion has written into the tokens of beams during this call."""
 
 
 class HostCode:
-    """The code of one call that runs between the parts of a step, maybe the user's.
+    """Code of one call that runs between the parts of a step; it may be the user's.
 
     Attributes:
-        criteria: the stopping criteria that the host asks.
+        criteria: the stopping criteria that the host evaluates.
         kept: what the call returns of every step, by name.
-        raised: what the user's code has raised.
+        raised: the exception that the user's code has raised.
     """
 
     def __init__(self, call: Call, arguments: dict[str, Any]) -> None:
@@ -62,20 +62,20 @@ class HostCode:
         self.criteria = [each for each in arguments["stopping_criteria"] if self.asks(each)]
         names = RECORDS if self._config.return_dict_in_generate else ()
         self.kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self._config, f"output_{name}")}
-        if any(user_code.says(each, "releases_scores") for each in self.criteria):  # which is not kept then
+        if any(user_code.says(each, "releases_scores") for each in self.criteria):  # no scores are kept then
             self.criteria = [each for each in self.criteria if not user_code.says(each, "releases_scores")]
             self.kept.pop("scores", None)
 
     def asks(self, criterion: Any) -> bool:
-        """Whether the host asks a criterion. The search stops at some by itself: not at a length that is less than the
-        call's.
+        """Whether the host evaluates a criterion. The search itself applies end tokens and the call's own maximum
+        length, but no other length.
         """
         limit = self._config.max_length
         is_own = type(criterion) in (EosTokenCriteria, MaxLengthCriteria)
         return not is_own or getattr(criterion, "max_length", limit) != limit
 
     def check(self) -> None:
-        """Raises CannotBeCaptured for criteria that have written where a captured search has nothing."""
+        """Raises CannotBeCaptured if a criterion is known to write where a captured search has no tokens."""
         if self._config.num_beams > 1 and any(user_code.kind_of(each) in _writers for each in self.criteria):
             raise CannotBeCaptured(_WRITES)
 
@@ -85,14 +85,14 @@ class HostCode:
             append(self.kept, made)
 
     def process(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """The scores, [rows, vocabulary], as the call's processors make them of these."""
-        # The first step of the library's loop has the prompt itself, into which somebody may write.
+        """Returns the scores, [rows, vocabulary], after the call's processors."""
+        # In its first step the library's loop passes the prompt itself, into which a processor may write.
         is_prompt = tokens.shape == self._input_ids.shape and self._config.num_beams == 1
         with self.running():
             processed = self._processors(self._input_ids if is_prompt else tokens, scores)
         if is_prompt:
             tokens.copy_(self._input_ids)
-        # The library draws and compares in that type. Scores of beams are added to others in float32 first.
+        # The library draws and compares in this dtype. It adds beams' scores to others in float32 first.
         is_drawn = self._config.do_sample and self._config.num_beams == 1
         dtype = processed.dtype if is_drawn else torch.promote_types(processed.dtype, torch.float32)
         if dtype is not torch.float32:
@@ -100,7 +100,7 @@ class HostCode:
         return processed
 
     def stops(self, tokens: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
-        """[rows], bool: which sequences a criterion ends."""
+        """Returns [rows], bool: the sequences that a criterion ends."""
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         if scores is None and "scores" in self.kept:
             scores = tuple(self.kept["scores"])
@@ -115,8 +115,9 @@ class HostCode:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """What the user's code raises is not the step's failure; what it waits for must not wait for this call. It runs
-        in the mode that the call was made in: of inference, its own tensors are such as only that may write to.
+        """Runs the user's code: its exceptions are not failures of the step, and calls that it waits for run meanwhile.
+
+        The code runs in the call's own mode: only inference mode may write to tensors that were made in it.
         """
         try:
             with graph.stepped_aside(self._device), self._mode():
@@ -126,11 +127,11 @@ class HostCode:
             raise
 
     def _mode(self) -> contextlib.AbstractContextManager[Any]:
-        """The mode that the call was made in: of inference, its tensors are such."""
+        """Returns the mode that the call was made in; tensors made in inference mode are inference tensors."""
         return torch.inference_mode() if self._in_inference_mode else contextlib.nullcontext()
 
 
 def append(kept: dict[str, list[Tensor]], made: dict[str, Tensor]) -> None:
-    """Keeps copies of what was made in a step, by name: of what somebody asks for."""
+    """Keeps copies of a step's tensors, by name, of those names that `kept` has."""
     for name, each in kept.items():
         each.append(made[name].clone())

@@ -31,55 +31,55 @@ from fastgen.optimizer.transformers.models import (
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 from fastgen.optimizer.transformers.states import LayerForm
 
-# Masks, which are among the inputs of the model.
+# Masks among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")
-# Greedy search and sampling have room for so many tokens that end a sequence, at least.
+# Greedy search and sampling have room for at least this many tokens that end a sequence.
 _ENDS = 4
-# Inputs of the model that go up by one in every step.
+# Inputs of the model that grow by one in every step.
 POSITIONS = ("position_ids", "decoder_position_ids")
-# Where a position has axes, such as time, height and width, these are positions on the first of them, and a step has
-# what the others are behind it, [rows, axes]: all go up together.
+# If a position has several axes, such as time, height and width, `POSITIONS` holds the first axis, and this input,
+# [rows, axes], the offset of each axis from the first. All axes advance together.
 AXES = "position_axes"
 
 
 class DraftKey(NamedTuple):
-    """What of a draft is frozen in a captured step."""
+    """The properties of a draft that are frozen in a captured step."""
 
     kind: Hashable
     samples: bool  # it draws its tokens, as the model does
-    together: bool  # all rows take as many tokens as each other
-    records: bool = False  # scores and logits are kept for who returns them
-    is_rated: bool = False  # how probable each drafted token is, is kept
-    is_ragged: bool = False  # rows have different numbers of tokens to verify
+    together: bool  # all rows accept the same number of tokens
+    records: bool = False  # scores and logits are kept for the caller
+    is_rated: bool = False  # the probability of each drafted token is kept
+    is_ragged: bool = False  # rows verify different numbers of tokens
 
 
 @dataclass(frozen=True)
 class Key:
-    """All that is frozen in a captured step: calls that agree on it can share one."""
+    """Everything that is frozen in a captured step: calls with equal keys can share one."""
 
     batch: int
     per_input: int
     sizes: Sizes
     width: int  # positions that a step stores; with a draft, the most that it verifies
-    # The class that its output comes in, None for the states alone, and the width of these.
+    # The class of the encoder's output (None if the states are passed alone), and the width of the states.
     encoder: tuple[type | None, int] | None
-    source_in_front: bool  # K and V of the encoder's output are those of self-attention, in front of the sequences'
-    early_stopping: bool | str | None  # of beam search; None for sequences that are continued for themselves
+    source_in_front: bool  # self-attention holds K and V of the encoder's output, before those of the sequences
+    early_stopping: bool | str | None  # of beam search; None for greedy search and sampling
     samples: bool  # tokens are drawn
-    ends: int  # as many tokens may end a sequence
+    ends: int  # room for this many tokens that end a sequence
     processors: tuple[Hashable, ...] | None  # signatures; None if the host runs the processors
-    has_criteria: bool  # there are stopping criteria, which the host runs, besides the search's own
+    has_criteria: bool  # the host evaluates stopping criteria besides the search's own
     kept: tuple[str, ...]  # what the call returns of every step: scores, logits
     tensors: tuple[str, ...]  # names of the model's inputs that are in buffers
-    constants: tuple[tuple[str, Hashable], ...]  # the others, by name
+    constants: tuple[tuple[str, Hashable], ...]  # the model's other inputs, by name
     kv: Hashable  # shapes and dtypes of K and V of each layer
-    windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
-    axes: int = 0  # of positions, where they have such
-    draft: Any = None  # a `DraftKey`, where the step verifies what is drafted
-    slots: bool = False  # inputs come and go while others go on: each row has a length of its own
-    adapters: Adapters = ACTIVE  # that rows may have
-    forms: tuple[LayerForm, ...] = ()  # of each layer, where some keep something else than K and V
-    maps_rows: bool = False  # rows may verify what is drafted behind others, whose K and V they share
+    windows: tuple[int | None, ...]  # the sliding window of each layer; None for a layer that sees everything
+    axes: int = 0  # number of axes of a position; 0 if positions are plain numbers
+    draft: Any = None  # a `DraftKey` if the step verifies a draft
+    slots: bool = False  # inputs come and go while others continue: each row has its own length
+    adapters: Adapters = ACTIVE  # adapters that rows may use
+    forms: tuple[LayerForm, ...] = ()  # of each layer, if some keep states instead of K and V
+    maps_rows: bool = False  # spare rows may verify the draft of another row, whose K and V they share
 
     @property
     def rows(self) -> int:
@@ -87,27 +87,27 @@ class Key:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether `attention_mask` is that of what the encoder has read."""
+        """Whether the model has an encoder, so that `attention_mask` masks the source."""
         return self.encoder is not None and self.encoder[0] is not None
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the host does a part of each step: processors, criteria, or keeping what the call returns."""
+        """Whether the host works in each step: processors, criteria, or keeping what the call returns."""
         return self.processors is None or self.has_criteria or bool(self.kept)
 
     def is_sequences_mask(self, name: str) -> bool:
-        """Whether an input is a mask of the sequences, and not of what the encoder has read."""
+        """Whether an input is a mask of the sequences, not of the source."""
         return name == ("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
 
     def lengths(self, sizes: Sizes) -> tuple[int, ...]:
-        """What is as long as positions, of a step with buffers of these sizes."""
+        """Returns all lengths in positions that tensors of a step with buffers of these sizes may have."""
         prompt, cached, new, source = sizes
         suffix = new + self.width - 1
         return prompt, cached, new, source, suffix, prompt + new, cached + new, cached + suffix, new + 2
 
     @property
     def has_own_lengths(self) -> bool:
-        """Whether the model computes positions from a length of each row: it may have none behind a row's limit."""
+        """Whether the model computes positions from each row's length, so that a row must not pass its limit."""
         is_each = self.slots if self.draft is None else not self.draft.together
         return is_each and {*POSITIONS}.isdisjoint(self.tensors)
 
@@ -117,18 +117,18 @@ class Prompt:
     """What a step begins from: the result of the prefill, one row per input."""
 
     tokens: Tensor  # [inputs, N], int64
-    new_tokens: int  # to generate, at the most
-    cached: int  # positions of self-attention that the prefill has left
+    new_tokens: int  # the most to generate
+    cached: int  # positions of self-attention that the prefill has stored
     # K and V of each layer, [inputs, heads, cached, dim]; with a sliding window maybe only the last of these positions.
     own: list[tuple[Tensor, Tensor]]
     cross: list[tuple[Tensor, Tensor]]  # [inputs, heads, encoder positions, dim]; empty without cross-attention
     span: tuple[Tensor, Tensor]  # [inputs] starts and ends of the positions that count
     cross_span: tuple[Tensor, Tensor] | None
-    tensors: dict[str, Tensor]  # the model's inputs of the first step, [inputs, ...], by name
-    logits: Tensor  # [inputs * per_input, vocabulary]: of the last position of the prompt
+    tensors: dict[str, Tensor]  # the model's inputs for the first step, [inputs, ...], by name
+    logits: Tensor  # [inputs * per_input, vocabulary]: logits of the prompt's last position
     eos: tuple[int, ...] = ()  # tokens that end a sequence
-    states: list[States] = field(default_factory=list)  # of each layer that has some, [inputs, ...]
-    forms: tuple[LayerForm, ...] = ()  # as of the key
+    states: list[States] = field(default_factory=list)  # of each layer that has states, [inputs, ...]
+    forms: tuple[LayerForm, ...] = ()  # as in the key
 
     @property
     def inputs(self) -> int:
@@ -136,7 +136,7 @@ class Prompt:
 
     @property
     def bytes_per_position(self) -> tuple[int, int]:
-        """Of K and V of all layers of self-attention, for one row; and of cross-attention."""
+        """Bytes of K and V for one row, in all layers of self-attention, and in all layers of cross-attention."""
         own, cross = (
             sum(part.shape[1] * part.shape[3] * part.itemsize for pair in pairs for part in pair)
             for pairs in (self.own, self.cross)
@@ -145,16 +145,16 @@ class Prompt:
 
     @property
     def bytes_of_states(self) -> int:
-        """Of all layers, for one row."""
+        """Bytes of the states of all layers for one row."""
         return sum(state[0].nbytes for each in self.states for state in each.values())
 
     @property
     def sizes(self) -> Sizes:
-        """What it needs, where a source has no padding."""
+        """The sizes that the prompt needs if the source has no padding."""
         return Sizes(self.tokens.shape[1], self.cached, self.new_tokens, self.cross[0][0].shape[2] if self.cross else 0)
 
     def only(self, number: int, per_input: int, new_tokens: int, first: int) -> Prompt:
-        """That of one input, which may generate so many tokens, without its `first` positions."""
+        """Returns the prompt of one input, which may generate `new_tokens`, without its `first` positions."""
         one, rows = slice(number, number + 1), slice(number * per_input, (number + 1) * per_input)
         tensors = {name: tensor[one] for name, tensor in self.tensors.items()}
         cross, cross_span, own_mask = self.cross, self.cross_span, "attention_mask"
@@ -183,24 +183,24 @@ class Prompt:
         )
 
     def _left(self, layer: Tensor, first: int) -> int:
-        """Of the first positions so many are in what a layer has stored, maybe only behind a sliding window."""
+        """Returns how many of the first positions a layer has stored; with a sliding window it may lack some."""
         return max(first - (self.cached - layer.shape[2]), 0)
 
 
 def room_for_ends(eos: tuple[int, ...]) -> int:
-    """Of greedy search and sampling, which have room for more tokens that end a sequence than there are."""
+    """Returns the number of end tokens that greedy search and sampling have room for: more than there are."""
     return power_of_two(max(len(eos), _ENDS)) if eos else 0
 
 
 def prefilled(
     call: Call, input_ids: Tensor, per_input: int, model_kwargs: dict[str, Any], limit: int, eos: tuple[int, ...]
 ) -> tuple[Prompt, list[int | None]]:
-    """The prompt of a call after its prefill, and the sliding windows of its layers.
+    """Returns the prompt of a call after its prefill, and the sliding windows of its layers.
 
     Args:
         input_ids: [inputs * per_input, length].
         model_kwargs: the model's inputs, as the library's loop gets them.
-        limit: how long the sequences may become.
+        limit: the maximum length of the sequences.
         eos: tokens that end a sequence.
 
     Raises:
@@ -222,22 +222,22 @@ def prefilled(
         for name, value in model_kwargs.items()
         if isinstance(value, Tensor) and name not in releases.read_in_prefill()
     }
-    masks = _masks_of_steps(model, given) if own else {}  # without attention, they are read in the prefill alone
+    masks = _masks_of_steps(model, given) if own else {}  # without attention, only the prefill reads masks
     own_name = "decoder_attention_mask" if config.is_encoder_decoder else "attention_mask"
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
     if cross:
         cross_kv = [layer.kv.prompt() for layer in cross]
         mask = _mask_of_source(model, inputs, masks, model_kwargs)
         cross_span = _span(mask, inputs, cross_kv[0][0].shape[2], tokens.device)
-    elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
+    elif cross is not None:  # self-attention holds the source before the decoder's prompt
         source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
         own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
-    embedded = model_kwargs.get("inputs_embeds")  # in place of the tokens, which may be the last ones, or none
+    embedded = model_kwargs.get("inputs_embeds")  # these replace the tokens, which may be the last ones only, or none
     read = length if embedded is None or config.is_encoder_decoder else embedded.shape[1]
     if cached != (read if own_mask is None else own_mask.shape[1]):
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
     starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
-    # Such a model says so when it has no position left, which it cannot in a captured step.
+    # The model raises an error when it has no position left, which a captured step cannot.
     follows = getattr(config, "target_follows_source", False)
     if follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings:
         raise CannotBeCaptured("more positions than the model has")
@@ -264,16 +264,16 @@ def _without_last_unused(layers: list[SharedLayer]) -> list[SharedLayer]:
 
 
 def _mask_of_source(model: Any, inputs: int, masks: dict[str, Tensor], model_kwargs: dict[str, Any]) -> Tensor | None:
-    """Which positions of the source steps attend to, [inputs, positions]; None for all. Without a mask among those of
-    the steps, attention keeps to the span of this one.
+    """Returns which positions of the source the steps attend to, [inputs, positions]; None for all. If `masks` has no
+    mask of the source afterwards, attention uses the span of the returned one.
     """
     if not model.config.is_encoder_decoder:
         mask = model_kwargs.get(STATES_MASK)
-        if mask is not None and not bool(mask.all()):  # which the library leaves out
+        if mask is not None and not bool(mask.all()):  # the library leaves out a mask of ones
             raise CannotBeCaptured("a mask of the states of an encoder")
         return None
     encoded, mask = model_kwargs.get("encoder_outputs"), masks.get("attention_mask")
-    if encoded is not None and hasattr(encoded, "attention_mask"):  # which is what the decoder reads
+    if encoded is not None and hasattr(encoded, "attention_mask"):  # the decoder reads this mask
         masks.pop("attention_mask", None)
         own: Tensor | None = encoded.attention_mask
         return None if own is None else own[:: max(len(own) // inputs, 1)]
@@ -288,7 +288,7 @@ def _mask_of_source(model: Any, inputs: int, masks: dict[str, Tensor], model_kwa
 
 
 def _masks_of_steps(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The masks among the inputs of a model that its steps read, too."""
+    """Returns those masks among the model's inputs that its steps read."""
     names = MASKS if masks_source(model) else MASKS[1:]
     return {name: given[name] for name in names if name in given}
 
@@ -296,10 +296,10 @@ def _masks_of_steps(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
 def _next_inputs(
     model: Any, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor, own_mask: str, read: int
 ) -> dict[str, Tensor]:
-    """What the next step gets of the inputs besides masks; and what models would ask the host for.
+    """Returns the next step's inputs other than masks, and inputs that the model would otherwise ask the host for.
 
     Args:
-        lengths: [inputs] positions of each that count, of `read`.
+        lengths: [inputs] how many of the `read` positions count.
     """
     found = {name: given[name][..., -1:] + 1 for name in POSITIONS if name in given}
     for name in [name for name, positions in found.items() if positions.dim() == 3]:
@@ -312,13 +312,13 @@ def _next_inputs(
     if "mm_token_type_ids" in found:
         found["mm_token_type_ids"] = torch.zeros_like(found["mm_token_type_ids"])
     parameters = inspect.signature(model.forward).parameters
-    # The library leaves out a mask of ones. With one, prompts of all lengths can have padding in front; and some models
-    # with an encoder make one themselves, of a size that is on the device.
+    # The library leaves out a mask of ones. With a mask, prompts of all lengths can be preceded by padding. Some models
+    # with an encoder make a mask themselves, whose size is a value on the device.
     has_positions, is_encoder_decoder = not found.keys().isdisjoint(POSITIONS), model.config.is_encoder_decoder
     if (has_positions or is_encoder_decoder) and own_mask in parameters and own_mask not in given:
         found[own_mask] = tokens.new_ones(len(tokens), read)
     if is_encoder_decoder and "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
-        # They might be counted from that mask otherwise, which has the capacity of the buffer.
+        # Otherwise the model might count them from that mask, whose length is the capacity of the buffer.
         if bool((lengths < tokens.shape[1]).any()):
             raise CannotBeCaptured("a padded decoder prompt")
         found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
@@ -328,7 +328,7 @@ def _next_inputs(
 
 
 def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[inputs] starts and ends of what a mask [inputs, length] lets through, which must be one piece."""
+    """Returns [inputs] starts and ends of what a mask [inputs, length] lets through; it must be contiguous."""
     if mask is None:
         return torch.zeros(inputs, dtype=torch.int64, device=device), torch.full((inputs,), length, device=device)
     if mask.shape != (inputs, length):
@@ -345,15 +345,15 @@ def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -
 
 
 def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tuple[Sizes, bool]:
-    """What the call needs, and whether its prompt may be put behind padding."""
+    """Returns the sizes that the call needs, and whether its prompt may be preceded by padding."""
     length = prompt.tokens.shape[1]
     encoded = model_kwargs.get("encoder_outputs")
     source = prompt.sizes.source if encoded is None else encoded[0].shape[1]
     cached = length if model.config.is_encoder_decoder else prompt.cached
-    if encoded is not None and not prompt.cross:  # the source is in front of the prompt
+    if encoded is not None and not prompt.cross:  # the source comes before the prompt
         source = source if length > 1 else round_up(source)
         cached = source + length - 1
-    # A prompt may be put behind padding where its mask says so, and its positions are given; or where nothing attends.
+    # Padding is possible if the prompt's mask excludes it and its positions are given, or if no layer attends.
     says = not prompt.own or {"attention_mask", "position_ids"} <= prompt.tensors.keys()
     may_pad = says and not model.config.is_encoder_decoder
     return Sizes(length, cached, prompt.new_tokens, source), may_pad

@@ -1,7 +1,7 @@
-"""What inputs have in common that can be in one step with slots, and how inputs that differ come to share one.
+"""What inputs must have in common to be in one step with slots, and how different inputs come to share one.
 
-A step does more for some inputs than they ask for, where that changes nothing for them: a processor with a neutral
-number, a draw that a greedy row does not take, a copy of scores that nobody keeps.
+A step may do more than some inputs ask for, if it changes nothing for them: a processor with a neutral number, a draw
+that a greedy row ignores, a copy of scores that is not kept.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fastgen.optimizer.transformers.captured.processors import Signed
 from fastgen.optimizer.transformers.models import why_no_drafts
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters, in_order
 
-# Processors of one signature in a step, at the most, that inputs of several kinds have brought. Each reads all scores
-# in each step, and another number of them is another recording: of a translator that forces the token of a language,
-# there are as many as languages.
+# The most processors of one signature in a step that inputs of several kinds have brought. Each reads all scores in
+# each step, and another number of them needs another recording. For a translator that forces a language token, there
+# are as many as languages.
 MOST_ALIKE = 4
-# Adapters that a step serves, at the most: it computes for all rows what each of them adds.
+# The most adapters that a step serves: it computes each adapter's product for all rows.
 MOST_ADAPTERS = 8
 
 
 class Kind(NamedTuple):
-    """What inputs agree in that can be in one step at a time.
+    """The properties that inputs must share to be in one step at the same time.
 
     Attributes:
-        key: what is frozen in the step; its batch says nothing.
-        processors: what they do to all inputs; None if the host runs them, for each input its own.
+        key: what is frozen in the step, except its batch.
+        processors: what processors do to all inputs; None if the host runs each input's own.
         eos: tokens that end a sequence.
-        fill: what stands behind the end of one.
+        fill: the token that pads sequences after their ends.
     """
 
     key: Key
@@ -46,10 +46,10 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, decoding: EnteringDecoding) -> Kind:
-        """That of a call.
+        """Returns the kind of a call.
 
         Raises:
-            CannotBeCaptured: inputs of such calls cannot come and go.
+            CannotBeCaptured: inputs of such calls cannot enter slots.
         """
         key: Key = decoding.own_key
         if not graph.is_recorded(decoding.model.device):
@@ -63,22 +63,22 @@ class Kind(NamedTuple):
         return cls(key, shared, decoding.prompt.eos, decoding.fill())
 
     def may_draft(self, model: Any) -> bool:
-        """Whether rows could verify what is drafted: of one sequence, which no code on the host looks at."""
+        """Whether rows can verify drafts: an input has one sequence, and the host runs no code on it."""
         key = self.key
         is_one = key.per_input == 1 and key.early_stopping is None
         may_verify = is_one and not (key.forms or key.waits_for_host)
         return may_verify and why_no_drafts(model) is None and graph_cache.shares_kv(model) is not False
 
     def drafting(self) -> Kind:
-        """The kind of a step whose rows may verify what is drafted for inputs of this one."""
+        """Returns the kind of a step whose spare rows may verify drafts for inputs of this kind."""
         return self._replace(key=replace(self.key, maps_rows=True))
 
     def beside(self, adapters: Adapters) -> Kind:
-        """The kind of a step that serves these adapters, too."""
+        """Returns the kind of a step that also serves these adapters."""
         return self._replace(key=replace(self.key, adapters=in_order(*self.key.adapters, *adapters)))
 
     def with_inputs_of(self, other: Kind) -> Kind | None:
-        """The kind of a step that does for inputs of both what theirs does; None where there is no such."""
+        """Returns the kind of a step that serves inputs of both kinds; None if there is none."""
         if (self.processors is None) is not (other.processors is None):
             return None
         found = self._merged(other)
@@ -88,9 +88,9 @@ class Kind(NamedTuple):
         return found if is_served and found._but_for_more() == self._but_for_more() == other._but_for_more() else None
 
     def places(self, wider: Kind) -> list[int | None] | None:
-        """Of each processor of a step of a `wider` kind: which of this one's it is; None for one that is neutral.
+        """Returns which of this kind's processors each processor of a `wider` kind's step is; None for a neutral one.
 
-        None altogether if one of this kind's is missing there, or one of the others is never neutral.
+        Returns None if the step lacks one of this kind's processors, or another one cannot be neutral.
         """
         found: list[int | None] = []
         own, count = self.processors or (), 0
@@ -103,7 +103,7 @@ class Kind(NamedTuple):
         return found if count == len(own) else None
 
     def numbers(self, wider: Kind) -> list[Sequence[float] | int]:
-        """Of each processor of a `wider` kind's step: which of this kind's has its numbers, or the neutral ones."""
+        """Returns for each processor of a `wider` kind's step the index of this kind's, or its neutral numbers."""
         places = self.places(wider)
         assert places is not None, "the step serves inputs of this kind"
         neutral = (each.neutral or () for each in wider.processors or ())
@@ -123,11 +123,11 @@ class Kind(NamedTuple):
         return self._replace(key=key, processors=made)
 
     def _repeats_itself(self) -> bool:
-        """Whether it has more processors of one signature than are worth a step for all."""
+        """Whether it has more processors of one signature than a shared step is worth."""
         return max(Counter(each.signature for each in self.processors or ()).values(), default=0) > MOST_ALIKE
 
     def _but_for_more(self) -> Hashable:
-        """All that inputs must agree in. Beams are drawn, or they are not: that is another search."""
+        """Returns all that inputs must agree in, such as whether beams are drawn, which is another search."""
         samples = self.key.samples and self.key.early_stopping is not None
         key = replace(self.key, samples=samples, has_criteria=False, kept=(), processors=None, adapters=ACTIVE)
         key = replace(key, maps_rows=False)
@@ -135,8 +135,8 @@ class Kind(NamedTuple):
 
 
 def _merged(one: tuple[Signed, ...], other: tuple[Signed, ...]) -> tuple[Signed, ...]:
-    """All of both, each in its order, and what is in both once, if both have it in the library's order. The result does
-    not depend on who comes first: another order of the same would be another recording.
+    """Merges both, each in its order. A processor in both occurs once, if both have it in the library's order. The
+    result does not depend on the order of the arguments: another order would need another recording.
     """
     if not (one and other):
         return one or other

@@ -1,4 +1,4 @@
-"""Of how many places a step with slots computes something: of as few as pays."""
+"""Chooses how many slots a decode step computes: as few as it can without specializing too often."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, Ledger
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
-# Numbers of places that steps compute something of, between a power of two and the next.
+# Numbers of slots that steps compute, between one power of two and the next.
 _STEPS_OF_PLACES = 8
 
 
 class Places:
-    """The numbers of places that the steps of one kind have computed.
+    """The numbers of slots that the steps of one kind have computed.
 
-    A program for fewer places takes time once: there is one once idle rows have cost as much.
+    A program for fewer slots takes time once. It is made once idle rows have cost as much.
 
     Args:
-        repeats: which programs there are is not to depend on a clock.
+        repeats: the choice of programs must not depend on a clock.
 
     Attributes:
-        seconds: what the last step has taken.
+        seconds: time of the last step.
     """
 
     def __init__(self, model: Any, repeats: bool) -> None:
         self._model, self._repeats, self._ledger = model, repeats, Ledger.of(model)
-        self._paid: set[int] = set()  # numbers of places that steps have computed something of
-        self._lost = 0.0  # steps in which idle rows have cost as much, for want of a program for fewer
+        self._paid: set[int] = set()  # numbers of slots that steps have computed
+        self._lost = 0.0  # time that idle rows have cost for want of a program for fewer slots, in steps
         self.seconds = 0.0
 
     def sizes(self, step: DecodeStep, count: int) -> list[int]:
-        """The numbers that a step may compute that has drafts behind its first `count` places, in order."""
+        """Returns, in order, the numbers of slots that a step may compute with drafts after its first `count` slots."""
         batch = step.key.batch
         if not any_batch.is_symbolic(step.key):
             return [batch]
@@ -40,11 +40,11 @@ class Places:
         return sorted(each for each in found if each >= count)
 
     def specialize(self, step: DecodeStep, count: int, has_drafts: bool) -> int:
-        """Has a step compute `count` places at the least; how many it does."""
+        """Has a step compute at least `count` slots. Returns how many it computes."""
         batch = step.key.batch
         wanted = min(power_of_two(count), batch) if has_drafts else _rounded(count, batch)
         there, needed = step.parts[1].smallest(count), self._ledger.steps_of_specializing(self.seconds)
-        if self._repeats:  # programs that others have left do not count
+        if self._repeats:  # programs that earlier runs have left do not count
             there = min((places for places in self._paid if places >= count), default=None)
             needed = STEPS_OF_SPECIALIZING
         if there is None or there > wanted:

@@ -1,4 +1,4 @@
-"""A call after its prefill, as captured steps see it: its prompt, its processors, its step and the key of that."""
+"""A call after its prefill, as captured steps see it: its prompt, its processors, and the key of its step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import STATES, positions_of_step
 
-# Batches that steps are made for.
+# Numbers of inputs that steps are made for, unless a step can be made for any number.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # By whether beams are searched, and whether the model has an encoder.
 _OUTPUTS = {
@@ -44,14 +44,15 @@ _OUTPUTS = {
 
 
 class PrefilledCall:
-    """What a captured step gets of a call. What becomes of it is the matter of those that derive from this.
+    """What a captured step needs from a call. Subclasses run the call, or pass its inputs to slots.
 
     Attributes:
         host: what the host does in each step.
-        may_pad: the prompt may be put behind padding.
-        own_key: that of the call's own step; it may go on in another one, for more inputs or longer sequences.
+        may_pad: the prompt may be preceded by padding.
+        own_key: the key of the call's own step. The call may run on another step, for more inputs or longer sequences.
 
     Raises:
+        CannotBeCaptured: no captured step can begin from the prefill.
         CannotBeCaptured: no captured step can begin from the prefill.
     """
 
@@ -71,7 +72,7 @@ class PrefilledCall:
         given = call, self._input_ids, self._per_input, model_kwargs, self.config.max_length
         self.prompt, self._windows = prefilled(*given, tuple(itertools.chain.from_iterable(ends)))
         if self.prompt.states and call.returns_cache and not graph.is_recorded(self.model.device):
-            # Steps are under way there behind the last one that counts.
+            # On a GPU, steps beyond the last one that counts may be under way already.
             raise CannotBeCaptured("a returned cache with states")
         self._adapter = row_adapters.chosen(self.model)
         if self._enters_slots:
@@ -80,15 +81,15 @@ class PrefilledCall:
             self._input_ids.shape[1], self.config.max_length, self.model.device.type != "cpu", len(self._input_ids)
         )
         self._signed = self._sign(self._processors)
-        self._lengths = self._lengths._replace(rows=None)  # some may leave
+        self._lengths = self._lengths._replace(rows=None)  # some rows may leave the batch
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
         self._key = self.own_key = self._make_key()
 
     def _prepare_for_slots(self) -> None:
-        """What the inputs of a step with slots are."""
+        """Adapts the prompt to a step with slots, or refuses it."""
         if self.prompt.cross and not self.model.config.is_encoder_decoder:
             raise CannotBeCaptured("states of an encoder in slots")
-        if self.prompt.cross:  # there, a source has no padding
+        if self.prompt.cross:  # in slots, a source has no padding
             self.prompt.tensors.pop("attention_mask", None)
         if row_adapters.layers_of(self.model):
             number = row_adapters.number_of(self._adapter)
@@ -96,14 +97,14 @@ class PrefilledCall:
 
     @property
     def certain_tokens(self) -> int:
-        """Tokens that the call generates whatever the model says."""
+        """Number of tokens that the call generates whatever the model predicts."""
         if self._call.runs_user_code:
             return 1
         return certain_tokens(self.config, self._input_ids.shape[1], self.prompt.new_tokens)
 
     @property
     def output(self) -> Any:
-        """The class of what is returned with `return_dict_in_generate`."""
+        """The class of the result with `return_dict_in_generate`."""
         return _OUTPUTS[self.config.num_beams > 1, bool(self.model.config.is_encoder_decoder)]
 
     @property
@@ -117,12 +118,12 @@ class PrefilledCall:
         return [processors.signed(each, self._lengths) for each in given]
 
     def bucket(self, key: Key) -> processors.Bucket:
-        """What processors of a step of this key are made for."""
+        """Returns the device, sizes and types that processors of a step of this key are made for."""
         vocabulary, is_float32 = self.prompt.logits.shape[-1], self.model.dtype is torch.float32
         return processors.Bucket(self.model.device, key.batch, key.per_input, vocabulary, key.slots, is_float32)
 
     def _refresh(self, made: Sequence[CapturedProcessor], inputs: Sequence[int] | None = None) -> bool:
-        """Has captured processors do what those of this call do, for these of its inputs in this order, or for all.
+        """Has captured processors do what this call's processors do, for `inputs` in this order, or for all inputs.
 
         Returns:
             whether they can.
@@ -134,7 +135,7 @@ class PrefilledCall:
         return not made or (known is not None and processors.refresh(made, known))
 
     def fill(self) -> int:
-        """What stands behind the end of a sequence."""
+        """Returns the token that fills sequences after their ends."""
         pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
         if self.config.num_beams == 1:
             return pad
@@ -146,11 +147,11 @@ class PrefilledCall:
     def _rounded_sizes(self, at_once: bool = False) -> Sizes:
         on_gpu = not graph.is_recorded(self.model.device)
         found = sizes.rounded(self._needed, self.may_pad, on_gpu, at_once)
-        # A source in front of the prompt is as long as what is stored says.
+        # A source before the prompt shares the KV cache of self-attention, and its length is not rounded.
         return found if self.prompt.cross else found._replace(source=self._needed.source)
 
     def _batch(self, inputs: int) -> int:
-        """Inputs that the step is made for. On the CPU a row that idles is not free."""
+        """Returns the number of inputs that the step is made for. On a CPU, an idle row costs time."""
         if graph.is_recorded(self.model.device):
             return inputs
         return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))
@@ -184,25 +185,25 @@ class PrefilledCall:
         return self._open(key)
 
     def _constants(self) -> tuple[tuple[str, Any], ...]:
-        """The model's inputs that are no tensors."""
+        """Returns the model's inputs that are not tensors."""
         ignored = (*releases.CACHE_NAMES, *releases.read_in_prefill())
         given = ((name, value) for name, value in self._model_kwargs.items() if name not in ignored)
         return tuple(sorted(each for each in given if isinstance(each[1], (bool, int, float, str))))
 
     def _windows_of_key(self) -> tuple[int | None, ...]:
-        """One that everything fits into is none."""
+        """Returns the sliding windows; None for a window that is as long as all positions of the call."""
         positions = self._needed.cached + self._needed.new
         return tuple([window if window and positions > window else None for window in self._windows])
 
     def _open(self, key: Key) -> Key:
-        """The key for buffers that grow, where there may be such."""
+        """Returns the key of a step with buffers that grow, if the call can run on one; otherwise `key`."""
         if not graph.is_recorded(self.model.device) or key.source_in_front:
             return key
         key_of_any = self.of_any_sizes(key)
         return key if graph_cache.is_bound(self.model, key_of_any) else key_of_any
 
     def of_any_sizes(self, key: Key) -> Key:
-        """The key for buffers that grow."""
+        """Returns the key of a step with buffers that grow."""
         prompt = self._needed
         exact = Sizes(0, 0, 0, 0) if self.may_pad else Sizes(prompt.prompt, prompt.cached, 0, 0)
         return replace(key, sizes=exact)
@@ -210,7 +211,7 @@ class PrefilledCall:
     # ---- its step
 
     def _sizes(self) -> Sizes:
-        """Those of the buffers that the call begins with."""
+        """Returns the sizes of the buffers that the call begins with."""
         return self._key.sizes if self._key.sizes.new else self._rounded_sizes()
 
     def _new_step(self) -> DecodeStep:
@@ -222,5 +223,5 @@ class PrefilledCall:
 
 
 def _early_stopping(option: Any) -> bool | str:
-    """What the library takes this option of beam search for: 1 is equal to True, and it asks whether this is True."""
+    """Returns the option as the library's beam search understands it: it tests `is True`, but 1 equals True."""
     return "never" if option == "never" else option is True

@@ -1,10 +1,10 @@
-"""Which logits processors of the library a captured step runs, and as what.
+"""Which of the library's logits processors a captured step runs, and in which form.
 
-Those that are operations on the scores alone are the library's own objects; the others are rewritten.
+A processor that only computes with the scores is the library's own object. The others are rewritten.
 
-What is frozen in a capture is exactly what is in the signature. Tokens are data: each call copies its own into buffers
-that stay (`CapturedProcessor.refresh`), so that calls share a recording. So are numbers, such as lengths, penalties and
-temperatures (`CapturedProcessor.fill`), which are those of each input where inputs come and go.
+A signature contains exactly what a capture freezes. Tokens are data: each call copies its own into buffers that stay
+(`CapturedProcessor.refresh`), so that calls share a recording. Numbers are data, too, such as lengths, penalties and
+temperatures (`CapturedProcessor.put`). In slots, each input has its own.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fastgen.optimizer.transformers.captured import rewritten_processors as rewr
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
 
-# Room for so many tokens, at least, where there may be any number of them.
+# Least room for tokens of a processor that may have any number of them.
 _TOKENS = 4
-# Top-k sampling keeps up to so many tokens, at least.
+# Least room for the tokens that top-k sampling keeps.
 _KEPT_BY_TOP_K = 64
-# No vocabulary has as many.
+# More than any vocabulary has.
 _MOST_BY_TOP_K = 2**31
-# The encoder's input, at least.
+# Least room for the tokens of the encoder's input.
 _ENCODER_TOKENS = 512
 
-# How a processor is captured: the class, and its arguments after the bucket, which are what is frozen.
+# How a processor is captured: its class, and those arguments after the bucket that are frozen.
 Signature = tuple[Any, ...]
 
 
 class Signed(NamedTuple):
-    """A processor of a call: what of it is frozen, what its `refresh` gets, and its numbers.
+    """A processor of a call: its signature, the data for `refresh`, and its numbers.
 
-    Two of the same signature may share a graph. In slots, what inputs share has no numbers: each has its own.
+    Processors of equal signatures may share a graph. In slots, a processor that inputs share has no numbers.
     """
 
     signature: Signature
@@ -50,7 +50,7 @@ class Signed(NamedTuple):
     numbers: tuple[float, ...] = ()
 
     def made(self, bucket: Bucket) -> CapturedProcessor:
-        """The capturable form. CannotBeCaptured: it does not fit into its buffers (`CapturedProcessor.refresh`)."""
+        """Returns the capturable form. Raises CannotBeCaptured if the data do not fit into its buffers."""
         kind, *frozen = self.signature
         made: CapturedProcessor = kind(bucket, *frozen)
         if not self.refresh(made):
@@ -58,7 +58,7 @@ class Signed(NamedTuple):
         return made
 
     def refresh(self, made: CapturedProcessor) -> bool:
-        """Has a captured processor of this signature do what this one does; False if it does not fit."""
+        """Has a captured processor of this signature do what this one does. Returns False if the data do not fit."""
         if not made.refresh(*self.data):
             return False
         if self.numbers:
@@ -66,9 +66,9 @@ class Signed(NamedTuple):
         return True
 
     def shared(self) -> Signed | None:
-        """What it does to all inputs of a step with slots, of which each has numbers of its own.
+        """Returns what the processor does to all inputs of a step with slots, without the numbers of each input.
 
-        None if its capturable form does not do the same for rows of any number, each of a length of its own.
+        None if its capturable form depends on the number of rows, or needs rows of equal lengths.
         """
         kind, *frozen = self.signature
         leaves_out = kind is rewritten.RepetitionPenalty and frozen != [False]
@@ -78,7 +78,7 @@ class Signed(NamedTuple):
 
     @property
     def neutral(self) -> tuple[float, ...] | None:
-        """Numbers with which it changes no bit of a row; None if there are none such."""
+        """Numbers with which the processor changes no bit of a row; None if there are none."""
         kind, *_, last = self.signature
         if kind is rewritten.Library:
             known = rewritten.Library.NEUTRAL
@@ -90,7 +90,7 @@ class Signed(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Where the library has such a processor among those that options make."""
+        """Position of such a processor in the library's order."""
         kind, *frozen = self.signature
         has_when = kind in (rewritten.Ban, rewritten.Force)
         which = frozen[0] if kind is rewritten.Library else frozen[-1] if has_when else None
@@ -98,14 +98,14 @@ class Signed(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """What the numbers of a call's processors follow; both are the library's.
+    """The lengths that the numbers of a call's processors depend on; both are the library's.
 
     Attributes:
         prompt: `StepTokens.prompt - StepTokens.start`.
         most: `max_length`, which is `StepTokens.limit`.
-        freezes: numbers of the library's own processors are frozen: on a GPU, torch computes with one on the device a
-            little differently than with one of Python's.
-        rows: of the call, as long as all are there.
+        freezes: numbers of the library's own processors are frozen: on a GPU, torch computes slightly differently with
+            a number on the device than with a Python number.
+        rows: rows of the call; None once some may have left.
     """
 
     prompt: int
@@ -117,7 +117,7 @@ class Lengths(NamedTuple):
 class _Reader(NamedTuple):
     """How to read a processor: `sign` gets it, the lengths of the call, and the attributes of these names.
 
-    The processor may have no more attributes than these and `others`, which a release may have added.
+    The processor may have no attributes but these and `others`, which a release may have added.
     """
 
     sign: Callable[..., Signed]
@@ -126,9 +126,9 @@ class _Reader(NamedTuple):
 
 
 def signed(processor: Any, lengths: Lengths) -> Signed | None:
-    """How a processor is captured.
+    """Returns how a processor is captured.
 
-    None if it cannot be: its class is not one of the library's itself, or it has parameters of an unknown kind.
+    None if it cannot be: its class is not one of the library's, or a parameter has an unknown type.
     """
     reader = _READERS.get(type(processor)) if _is_the_librarys(type(processor)) else None
     found = vars(processor) if reader is not None else {}
@@ -141,28 +141,28 @@ def signed(processor: Any, lengths: Lengths) -> Signed | None:
 
 
 def all_known(given: Sequence[Signed | None]) -> tuple[Signed, ...] | None:
-    """These, if there is none among them that cannot be captured."""
+    """Returns the given processors, or None if one of them cannot be captured."""
     known = tuple(each for each in given if each is not None)
     return known if len(known) == len(given) else None
 
 
 def _is_the_librarys(kind: type) -> bool:
-    """Whether nobody has put code of their own in the place of what a processor of this class does."""
+    """Whether the call method of this class is the library's own, not replaced by user code."""
     return library_code.is_own(inspect.getattr_static(kind, "__call__", None))
 
 
 def all_made(given: Iterable[Signed], bucket: Bucket) -> list[CapturedProcessor]:
-    """The capturable forms of processors. CannotBeCaptured: one of them does not fit into its buffers."""
+    """Returns the capturable forms of processors. Raises CannotBeCaptured if one does not fit into its buffers."""
     return [each.made(bucket) for each in given]
 
 
 def refresh(made: Iterable[CapturedProcessor], given: Iterable[Signed]) -> bool:
-    """Has captured processors do what those of the same signatures do; False if one does not fit."""
+    """Has captured processors do what the given ones of equal signatures do. Returns False if one does not fit."""
     return all(each.refresh(captured) for captured, each in zip(made, given, strict=True))
 
 
 def with_temperature(given: Sequence[Any]) -> Any:
-    """Processors of a call that samples, with a temperature: 1 changes no bit, and slots share a step with others."""
+    """Adds a temperature of 1 to processors that sample, which changes no bit, so that more inputs share a step."""
     kinds, neutral = [type(each) for each in given], library.TemperatureLogitsWarper(1.0)
     others = [type(each) for each in (*given, neutral) if user_code.kind_of(each) is not FormProcessor]
     if type(neutral) in kinds or not all(map(_is_the_librarys, others)):
@@ -179,7 +179,7 @@ def _of_type(value: Any, *types: type) -> Any:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    """Ids of tokens in order, each once. Negative ones are no tokens."""
+    """Returns token ids, sorted and unique. Negative ids are no tokens."""
     if not isinstance(value, Tensor) or (value.numel() and (value.is_floating_point() or value.is_complex())):
         raise Unknown
     return tuple(sorted({int(token) for token in value.flatten().tolist() if token >= 0}))
@@ -190,9 +190,11 @@ def _room(tokens: tuple[int, ...], least: int = _TOKENS) -> int:
 
 
 def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: str, *names: str) -> _Reader:
-    """Tokens, the first attribute, banned or forced where the position compares so to the sum of the others."""
+    """Reads a processor whose first attribute, tokens, is banned or forced while the position compares so to the sum of
+    its other attributes.
+    """
 
-    # Of one token that is forced, the largest output is found without all of them (`fastgen.decoding.lm_head_pass`).
+    # If one token is forced, the greedy LM head need not compute all logits (`fastgen.decoding.lm_head_pass`).
     least = 1 if kind is rewritten.Force else _TOKENS
 
     def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> Signed:
@@ -242,7 +244,7 @@ def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> Signed:
     if not all(sequence and min(sequence) >= 0 for sequence, _ in items):
         raise Unknown
     if not hasattr(processor, releases.GROUPED_BIASES):
-        # Releases that go through the sequences one by one compare their whole length with that of the input.
+        # Releases that go through the sequences one by one compare the whole length of each with that of the input.
         return Signed((rewritten.SequenceBias, tuple(items), 1))
     groups = list(dict.fromkeys(len(sequence) for sequence, _ in items))
     return Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: groups.index(len(item[0])))), 0))
@@ -255,7 +257,7 @@ def _top_k(processor: Any, lengths: Lengths, kept: Any, filter_value: Any) -> Si
 
 
 def _library(number: str | None = None, *names: str) -> _Reader:
-    """The library's own: a number that each call gives, and others that are frozen, by name."""
+    """Reads one of the library's own processors: a number of each call, and attributes that are frozen, by name."""
     given_names = () if number is None else (number,)
 
     def sign(processor: Any, lengths: Lengths, *values: Any) -> Signed:
@@ -291,7 +293,7 @@ _READERS_BY_NAME = {
     "SuppressTokensLogitsProcessor": _Reader(_suppressed, ("suppress_tokens",)),
     "ForcedBOSTokenLogitsProcessor": _Reader(_forced_bos, ("bos_token_id",)),
     "ForcedEOSTokenLogitsProcessor": _at(rewritten.Force, torch.eq, "limit", "eos_token_id", "max_length"),
-    # The last two attributes are for the library's continuous batching, where scores have three dimensions.
+    # The last two attributes serve the library's continuous batching, where scores have three dimensions.
     "RepetitionPenaltyLogitsProcessor": _Reader(
         _repetition_penalty, ("penalty", "prompt_ignore_length", "logits_indices", "cu_seq_lens_q")
     ),
@@ -314,7 +316,7 @@ _READERS_BY_NAME = {
 }
 _READERS = {getattr(library, name): reader for name, reader in _READERS_BY_NAME.items() if hasattr(library, name)}
 
-# Numbers to which no position compares so.
+# Bounds for which the comparison is never true.
 _NEVER = {torch.lt: -(2**40), torch.eq: 2**40}
 
 _RANKS: dict[tuple[Any, Any], int] = {

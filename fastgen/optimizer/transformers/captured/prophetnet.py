@@ -1,7 +1,7 @@
-"""Where a captured step of Transformers' ProphetNet is.
+"""Positions of Transformers' ProphetNet in a captured step.
 
-The model makes its position a number of the host's, and finds how far the keys are away by how many there are. These
-hooks give it the position on the device, and the buckets of the distances, for which its own attention has arguments.
+The model makes its position a host number, and computes distances to keys from their number. These hooks pass it the
+position on the device, and the buckets of the distances, for which its attention has arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.models.prophetnet.modeling_prophetnet import compute_relative_
 from fastgen import releases
 from fastgen.decoding.kv.symbolic_length import SymbolicLength
 
-# What the positions of a step carry: the buckets of all layers.
+# Attribute of a step's positions that carries the buckets of all layers.
 _BUCKETS = "_fastgen_buckets"
 
 
@@ -25,7 +25,7 @@ def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: di
     length = cache.get_seq_length() if cache is not None else None
     if not isinstance(length, SymbolicLength):
         return wrapped(*args, **kwargs)
-    # Counted from 1.
+    # ProphetNet counts positions from 1.
     position_ids = (length + (1 + module.padding_idx)).view(1, 1)
     return module._forward(position_ids), position_ids
 
@@ -42,10 +42,10 @@ def attend(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _buckets(module: Any, position_ids: Tensor, rows: int, keys: int) -> dict[str, Tensor]:
-    """Of the distances to `keys` positions, [rows, 1, keys], and for predicting streams to one more, their own.
+    """Returns buckets of the distances to `keys` positions, [rows, 1, keys]; for predicting streams, to one more.
 
-    That of a position behind the step's is the one of its own, as it is that of the predicting streams' own position.
-    All layers have the same; they go with the tensor that all layers get.
+    The additional position is the streams' own. A position after the step's gets the bucket of the step's own position.
+    All layers have the same buckets, which are kept on the tensor that all layers get.
     """
     found = getattr(position_ids, _BUCKETS, None)
     if found is None:

@@ -1,8 +1,8 @@
-"""Logits processors of the library for a step in a CUDA graph: rewritten, or its own where they look at scores alone.
+"""The library's logits processors for a captured step: rewritten, or its own objects if they only read scores.
 
-In a captured step the tokens are in a buffer of a fixed size, and where they begin and end is on the device. Each class
-gives the result of the library's own for such a buffer, bit for bit in float32. Nothing here waits for the device,
-copies from the host, or has a shape or a branch that depends on values.
+In a captured step, tokens are in a buffer of a fixed size, and only the device knows where sequences begin and end.
+Each class gives the result of the library's processor for such a buffer, bit for bit in float32. Nothing here waits for
+the device, copies from the host, or has a shape or a branch that depends on values.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from fastgen.optimizer.transformers.captured.processor_data import Bucket, Buffe
 
 
 class StepTokens(NamedTuple):
-    """The running sequences at a step, all on the device: a replay sees what is in these int64 tensors then."""
+    """The running sequences at a step, in int64 tensors on the device, whose present contents a replay reads."""
 
-    tokens: Tensor  # [rows, capacity]: a sequence in each row at [start, length), -1 in front of it, anything behind it
-    start: Tensor  # [rows, 1] or 0-dim, as the others: so many positions in front belong to no sequence
-    length: Tensor  # where the sequences end: the library's current length is length - start
-    prompt: Tensor  # where the prompt ends: the library's length of the prompt is prompt - start
+    tokens: Tensor  # [rows, capacity]: in each row a sequence at [start, length), -1 before it, anything after it
+    start: Tensor  # [rows, 1] or 0-dim, like the others: number of positions before the sequence
+    length: Tensor  # index at which the sequences end: the library's current length is length - start
+    prompt: Tensor  # index at which the prompt ends: the library's prompt length is prompt - start
     limit: Tensor  # the library's `max_length`, counted from `start`
 
     @classmethod
     def of(cls, search: Search, ahead: Tensor | int = 0) -> StepTokens:
-        """Those of a search, with `ahead` tokens behind the ends of its sequences."""
+        """Returns those of a search, with `ahead` tokens after the ends of its sequences."""
         start, length, limit = (x.view(-1, 1) for x in (search.start, search.length, search.limit))
         length = length if type(ahead) is int and ahead == 0 else length + ahead
         return cls(search.running_tokens, start, length, search.prompt, limit - start)
 
 
 class Unknown(Exception):
-    """A parameter of a processor is of a kind that is not known."""
+    """A parameter of a processor has an unknown type or value."""
 
 
 class CapturedProcessor:
     """A logits processor that can be captured.
 
-    What differs between the processors of one signature is in buffers, which `refresh` fills, and in numbers.
+    Buffers, which `refresh` fills, and numbers hold what differs between processors of one signature.
 
     Attributes:
-        reads_tokens: what it does has the length of the sequences' buffer in it.
-        reads_source: it has the encoder's input of each sequence.
-        reads_scores_alone: and these row by row.
-        is_of_any_rows: it does the same for rows of any number, each of a length of its own.
+        reads_tokens: its operations depend on the length of the sequences' buffer.
+        reads_source: it holds the encoder's input of each sequence.
+        reads_scores_alone: it reads only scores, row by row.
+        is_of_any_rows: it does the same for any number of rows, and for rows of unequal lengths.
         neutral: numbers with which it changes no bit of a row.
     """
 
@@ -60,33 +60,33 @@ class CapturedProcessor:
     neutral: tuple[float, ...] | None = None
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        """`scores`, [rows, vocabulary] in float32, of what may continue the sequences, processed; maybe in place."""
+        """Processes the scores of the next tokens, [rows, vocabulary] in float32, maybe in place."""
         raise NotImplementedError
 
     def refresh(self, *data: Any) -> bool:
-        """Takes over the data of a call's processor of this signature, as `processors.Signed` has them.
+        """Takes over the data of a call's processor of this signature, as in `processors.Signed`.
 
-        False if they do not fit into the buffers that are there; then nothing has been changed.
+        Returns False if they do not fit into the buffers. Nothing has been changed then.
         """
         return not data
 
     @property
     def numbers(self) -> list[Number]:
-        """Those of a call's processor, in the order in which `processors.Signed` has them."""
+        """The numbers, in the order of those in `processors.Signed`."""
         return [each for each in vars(self).values() if isinstance(each, Number)]
 
     def insert(self, other: CapturedProcessor, source: int, target: int) -> None:
-        """Takes over the numbers of an input, at `source` in another processor of this signature."""
+        """Takes over the numbers of the input at `source` in another processor of this signature."""
         for own, each in zip(self.numbers, other.numbers, strict=True):
             own.insert(each, source, target)
 
     def put(self, numbers: Sequence[float], target: int | None = None) -> None:
-        """Takes over these numbers for an input, or for all."""
+        """Sets the numbers of an input, or of all inputs."""
         for own, value in zip(self.numbers, numbers, strict=True):
             own.put(value, target)
 
     def of_batch(self, batch: int) -> CapturedProcessor:
-        """One for so many inputs that a recording cannot tell from this one; it shares what has no rows."""
+        """Returns one for `batch` inputs that a recording cannot tell from this one. They share data without rows."""
         other = copy.copy(self)
         kinds = Buffer, Number
         vars(other).update({k: each.of_batch(batch) for k, each in vars(self).items() if isinstance(each, kinds)})
@@ -97,9 +97,9 @@ class CapturedProcessor:
 
 
 class When(NamedTuple):
-    """A comparison of the current length with a number that each call gives, such as `torch.lt`.
+    """A comparison, such as `torch.lt`, of the current length with a number that each call sets.
 
-    The length is measured from the "start", from the end of the "prompt", or, with the next token, from the "limit".
+    The length is counted from the "start", from the end of the "prompt", or, with the next token, from the "limit".
     """
 
     compare: Callable[..., Tensor]
@@ -115,14 +115,14 @@ def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> T
 
 
 class _AtSomePositions(CapturedProcessor):
-    """Tokens of which something is so at some positions, or, without `when`, at all of them.
+    """Tokens that are treated specially at some positions, or, without `when`, at all of them.
 
-    In `_columns`, [room], int64, the first is there again where there are fewer. `_is_any` says whether there is one in
-    the vocabulary at all.
+    `_columns`, [room], int64, repeats the first token if there are fewer. `_is_any` says whether any of the tokens is
+    in the vocabulary.
     """
 
     is_of_any_rows = True
-    skips = False  # tokens outside the vocabulary; otherwise such a processor is not captured
+    skips = False  # whether tokens outside the vocabulary are skipped; otherwise such a processor is not captured
 
     def __init__(self, bucket: Bucket, room: int, when: When | None = None) -> None:
         self._vocabulary, self._when = bucket.vocabulary, when
@@ -144,7 +144,7 @@ class _AtSomePositions(CapturedProcessor):
 
 
 class Ban(_AtSomePositions):
-    """Tokens that cannot come at some positions, or at none."""
+    """Tokens that are banned at some positions, or at all."""
 
     skips = True
 
@@ -153,7 +153,7 @@ class Ban(_AtSomePositions):
 
 
 class Force(_AtSomePositions):
-    """Tokens of which one must come at some position."""
+    """Tokens of which one is forced at some position."""
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         due = self._is_due(step)
@@ -165,10 +165,10 @@ class Force(_AtSomePositions):
 
 
 def _penalise(scores: Tensor, tokens: Tensor, penalty: Number) -> Tensor:
-    """Multiplies or divides the score of each of `tokens`, [rows, any], once; other numbers are no tokens.
+    """Multiplies or divides the score of each of `tokens`, [rows, any], once. Ignores numbers outside the vocabulary.
 
-    As in the n-gram operator, every element writes: those that hold no token repeat what another one of their row
-    writes, and where there is none, the score that is there.
+    As in the n-gram operator, every element writes: elements without a token repeat the write of another element of
+    their row. If a row has no token, they write the present score.
     """
     tokens = torch.where(tokens < scores.shape[1], tokens, -1)
     spare = tokens.amax(dim=1, keepdim=True)
@@ -179,7 +179,7 @@ def _penalise(scores: Tensor, tokens: Tensor, penalty: Number) -> Tensor:
 
 
 class RepetitionPenalty(CapturedProcessor):
-    """Keskar et al., "CTRL" (2019), section 4.1. With `leaves_out`, each row has a number of positions of padding."""
+    """Keskar et al., "CTRL" (2019), section 4.1. With `leaves_out`, each row ignores its own number of positions."""
 
     reads_tokens = is_of_any_rows = True
     neutral = (1.0,)
@@ -191,7 +191,7 @@ class RepetitionPenalty(CapturedProcessor):
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = step.tokens
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        counts = positions < step.length  # those in front hold no tokens
+        counts = positions < step.length  # positions before the start hold no tokens
         if self._leaves_out:
             counts = counts & (positions - step.start >= self._ignored_rows.tensor.unsqueeze(1))
         return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
@@ -204,7 +204,7 @@ class RepetitionPenalty(CapturedProcessor):
 
 
 class NoRepeatNGram(CapturedProcessor):
-    # The -1 in front of a sequence are in no n-gram that one of its tokens begins or would complete.
+    # The -1 before a sequence are in no n-gram that one of its tokens begins or would complete.
     reads_tokens = is_of_any_rows = True
 
     def __init__(self, bucket: Bucket, n: int) -> None:
@@ -215,9 +215,9 @@ class NoRepeatNGram(CapturedProcessor):
 
 
 class EncoderNoRepeatNGram(CapturedProcessor):
-    """With the tokens of the encoder's input, [inputs, length], and -1 behind them.
+    """Uses the tokens of the encoder's input, [inputs, length], followed by -1.
 
-    An n-gram that has one of these ends with one, and that is no token.
+    An n-gram that contains a -1 ends with one, which is no token.
     """
 
     reads_tokens = reads_source = True
@@ -234,11 +234,11 @@ class EncoderNoRepeatNGram(CapturedProcessor):
 
 
 class SequenceBias(CapturedProcessor):
-    """Numbers added to the scores of tokens that would complete some sequences.
+    """Adds numbers to the scores of tokens that would complete given sequences.
 
     Args:
-        biases: each sequence, of at least one token, and its number, in the order in which the library adds them up.
-        more: by how much a running sequence must be longer than what comes before the last token of one of `biases`.
+        biases: each sequence, of at least one token, and its number, in the order in which the library adds them.
+        more: by how much a running sequence must be longer than the tokens before the last one of the biased sequence.
     """
 
     reads_tokens = is_of_any_rows = True
@@ -253,14 +253,14 @@ class SequenceBias(CapturedProcessor):
         self._columns = constant(list(columns))
         self._single = constant([single.get(token, 0.0) for token in columns], torch.float32)
 
-        # All sequences are compared at once: a shorter one has -1 in front, which any token fits.
+        # All sequences are compared at once. Shorter ones are preceded by -1, which matches any token.
         long = [(sequence[:-1], columns[sequence[-1]], bias) for sequence, bias in biases if len(sequence) > 1]
         self._longest = max((len(prefix) for prefix, _, _ in long), default=0)
         self._prefixes = constant([(-1,) * (self._longest - len(prefix)) + prefix for prefix, _, _ in long])
         self._is_any = self._prefixes < 0
         self._least = constant([len(prefix) + more for prefix, _, _ in long])
 
-        # Sums of different numbers depend on their order: in one round of additions a column gets one of them.
+        # Sums of different numbers depend on their order, so a column gets only one of them in each round of additions.
         different: dict[int, list[float]] = {}
         rounds: dict[int, list[int]] = {}
         for i, (_, column, bias) in enumerate(long):
@@ -289,7 +289,7 @@ class SequenceBias(CapturedProcessor):
         return scores.index_copy_(1, self._columns, scores.index_select(1, self._columns) + sums)
 
     def _completed(self, step: StepTokens) -> Tensor:
-        """Which of the sequences lack but their last token, [rows, sequences of more than one token]."""
+        """Returns which sequences lack only their last token, [rows, sequences of more than one token]."""
         positions = step.length - self._longest + torch.arange(self._longest, device=step.tokens.device)
         last = step.tokens.gather(1, positions.clamp(min=0).expand(len(step.tokens), -1)).unsqueeze(1)
         equal = ((last == self._prefixes) | self._is_any).all(dim=2)
@@ -304,14 +304,14 @@ class _OfScores(CapturedProcessor):
 
 
 class Library(_OfScores):
-    """The library's own processor: it looks at nothing but the scores, and its operations can be captured.
+    """The library's own processor, if it reads only scores, and its operations can be captured.
 
     Args:
         frozen: its attributes.
-        names: of attributes that are numbers of each call.
+        names: names of attributes that are numbers of each call.
     """
 
-    # Not the mass of typical sampling: that sorts the whole vocabulary of each row, which takes longer than a row's
+    # Without the mass of typical sampling, which sorts the vocabulary of each row, and so takes longer than a row's
     # share of a step.
     NEUTRAL = {"temperature": 1.0, "min_p": 0.0, "epsilon": 0.0}
 
@@ -336,9 +336,9 @@ class Library(_OfScores):
 
 
 class TopK(_OfScores):
-    """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1: a number of tokens up to `room`."""
+    """Fan et al., "Hierarchical Neural Story Generation" (2018), section 5.1. Keeps at most `room` tokens."""
 
-    ALL = 0  # in the place of the number
+    ALL = 0  # as the number: keeps all tokens
     neutral = (ALL,)
 
     def __init__(self, bucket: Bucket, room: int, filter_value: float) -> None:
@@ -354,7 +354,7 @@ class TopK(_OfScores):
 
 
 class TopP(_OfScores):
-    """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On the CPU."""
+    """Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1. On a CPU."""
 
     neutral = (EVERYTHING,)
 

@@ -1,4 +1,4 @@
-"""For how many positions the buffers of a captured step have room."""
+"""How many positions the buffers of a captured step have room for."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from typing import NamedTuple
 
 from fastgen.ops.gpu import power_of_two
 
-# On a GPU sizes are rounded up: of prompts and encoder outputs to a multiple, of what is generated to a power of two.
+# On a GPU, lengths of prompts and sources are rounded up to a multiple, numbers of new tokens to a power of two.
 _MULTIPLE = 128
 _FIRST_NEW, _MAX_FIRST_NEW = 64, 256
-# On the CPU memory is taken as it is written to, so sizes are powers of four times the first of these. The second is
-# added, so that no other size in a model is the same (`fastgen.decoding.kv.exchange`).
+# On a CPU, memory is only taken once it is written to, so sizes are the first number times a power of four. The second
+# number is added, so that no other size in a model equals them (`fastgen.decoding.kv.exchange`).
 _CACHED_ON_CPU, _NEW_ON_CPU, _SOURCE_ON_CPU = (128, 1), (64, 3), (128, 5)
-# What is generated begins with no more: a call may ask for any number of tokens and end early.
+# Room for new tokens begins with no more than this: a call may ask for any number of tokens and end early.
 _MAX_FIRST_NEW_ON_CPU = 1024
 
 
 class Sizes(NamedTuple):
-    """For how many positions there is room. In a key, 0 stands for any number."""
+    """Numbers of positions that there is room for. In a key, 0 stands for any number."""
 
-    prompt: int  # of the sequences, in front of what is generated
-    cached: int  # K and V of self-attention: of what the prefill has stored
-    new: int  # of what is generated
-    source: int  # K and V of cross-attention, or what the encoder has read
+    prompt: int  # of the sequences, before the new tokens
+    cached: int  # K and V of self-attention that the prefill has stored
+    new: int  # new tokens
+    source: int  # K and V of cross-attention, or the encoder's input
 
     def fit(self, needed: Sizes) -> bool:
-        """Whether there is room for as much."""
+        """Whether there is room for `needed`."""
         return all(have >= want for have, want in zip(self, needed, strict=True))
 
 
 def rounded(needed: Sizes, may_pad: bool, on_gpu: bool, at_once: bool = False) -> Sizes:
-    """Sizes for calls that need about as much.
+    """Returns sizes that calls of similar lengths share.
 
     Args:
-        may_pad: a prompt may be put behind padding; otherwise it has the length that it has.
-        at_once: there is to be room for all that may be generated, and not for what is at first.
+        may_pad: the prompt may be preceded by padding; otherwise its length is exact.
+        at_once: make room for all new tokens at once, not only for the first ones.
     """
     prompt, cached, new, source = needed
     if not at_once:
@@ -51,7 +51,7 @@ def rounded(needed: Sizes, may_pad: bool, on_gpu: bool, at_once: bool = False) -
 
 
 def more_new(sizes: Sizes, on_gpu: bool) -> Sizes:
-    """The same with room for more of what is generated."""
+    """Returns these sizes with room for more new tokens."""
     return sizes._replace(new=2 * sizes.new if on_gpu else _power_of_four(sizes.new, *_NEW_ON_CPU))
 
 
@@ -60,7 +60,10 @@ def round_up(size: int, multiple: int = _MULTIPLE) -> int:
 
 
 def _power_of_four(size: int, first: int, more: int) -> int:
-    """At least `size`: `first` times a power of four, and `more`. Of one of these, the next."""
+    """Returns `first` times the least power of four that makes it at least `size`, plus `more`.
+
+    For a size that this function has returned, the result is the next larger one.
+    """
     found = first
     while found < size:
         found *= 4

@@ -1,4 +1,4 @@
-"""An input that enters a step while others go on, and what belongs to it alone."""
+"""An input that enters a step while others continue, and what belongs to it alone."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from fastgen.optimizer.transformers.captured.slot_drafts import SlotDrafts
 
 @dataclass(eq=False)
 class Slot:
-    """An input in a step, or on its way there.
+    """An input in a step, or about to enter it.
 
     Attributes:
-        owner: whose it is.
-        new_tokens: the most that it may generate.
-        padding: positions in front of its prompt that its prefill was padded with.
-        results: what it returns, of a search and its place there.
-        host: what the host does in each step; None if that is nothing.
-        generator: what its tokens are drawn with; None where none are.
-        streamer: gets each token, [1], as it comes.
-        streams_prompt: the streamer gets the prompt here, and not from the call, which is one of several inputs.
-        form: of its result, where that is data of the step.
-        are_banned: which of the step's masks has it (`FormMask`).
-        error: what code of the user's has raised, or that there is nothing to draw from.
-        certain_tokens: that it generates whatever the model says.
-        entered: steps that had been made when it came.
-        positions, source: of self-attention that are stored, of all its rows; and of cross-attention.
-        has_streamed: its streamer has got the prompt here.
-        is_over: it has come to its end.
-        drafts: what may come next, for rows that are free to verify; None for none.
-        undrawn: noise of tokens to come, each [vocabulary], which rows have had that verified drafts.
+        owner: the object that the input belongs to.
+        new_tokens: the most tokens that it may generate.
+        padding: positions of padding before its prompt in its prefill.
+        results: returns its result from a search and its place there.
+        host: what the host does for it in each step; None for nothing.
+        generator: draws its tokens; None if none are drawn.
+        streamer: receives each token, [1], as it comes.
+        streams_prompt: the streamer gets the prompt from the slot, because its call has several inputs.
+        form: of its result, if the step masks tokens by it.
+        are_banned: which of the step's masks it uses (`FormMask`).
+        error: what user code has raised, or that its probabilities are NaN.
+        certain_tokens: tokens that it generates whatever the model predicts.
+        entered: number of steps that had been made when it entered.
+        positions, source: stored positions of self-attention, over all its rows, and of cross-attention.
+        has_streamed: its streamer has got the prompt from the slot.
+        is_over: it has ended.
+        drafts: proposes tokens for free rows to verify; None for none.
+        undrawn: noise for coming tokens, [vocabulary] each, which rows with rejected drafts have not used.
         taken: tokens that it has got in the latest step.
     """
 
@@ -68,19 +68,19 @@ class Slot:
         self.host = None if self.host is None else self._protected(self.host)
 
     def draw(self, noise: Tensor) -> None:
-        """Puts there what the next token of its rows is drawn with, [rows * vocabulary], where it is drawn at all."""
+        """Writes the noise of its rows' next token, [rows * vocabulary], if it is drawn."""
         if self.undrawn:
             noise.copy_(self.undrawn.pop(0))
         elif self.generator is not None:
             noise.exponential_(generator=self.generator)
 
     def mask(self, made: Sequence[CapturedProcessor] | None) -> FormMask:
-        """That of its form among the processors of a step."""
+        """Returns the mask for its form among the processors of a step."""
         masks = (each for each in made or () if isinstance(each, FormMask))
         return next(each for each in masks if each.are_banned == self.are_banned)
 
     def _protected(self, host: Host) -> Host:
-        """The same, where an exception is noted, and ends this input alone."""
+        """Returns a host whose exceptions are noted, and end this input only."""
 
         def process(tokens: Tensor, scores: Tensor) -> Tensor:
             return self.catch(lambda: host.process(tokens, scores).expand_as(scores), scores)
@@ -91,11 +91,11 @@ class Slot:
         return Host(process, stops, host.keep)
 
     def catch(self, run: Callable[[], Any], otherwise: Any = None) -> Any:
-        """What `run` returns; `otherwise` where it raises, or something has raised before."""
+        """Returns the result of `run`, or `otherwise` if it raises, or something has raised before."""
         if self.error is not None:
             return otherwise
         try:
             return run()
-        except BaseException as error:  # whatever it is, it ends this request alone
+        except BaseException as error:  # any exception ends only this request
             self.error = error
             return otherwise

@@ -1,4 +1,4 @@
-"""What is drafted for an input of a step with slots: what the form of its result forces, or what it repeats."""
+"""Drafts for an input of a step with slots: tokens that the form of its result forces, or that repeat its text."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.decoding.speculation.verify_rows import Chance
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 
-# Tokens of a draft, at the most: their chances multiply.
+# Maximum number of tokens of a draft: their probabilities multiply.
 MOST = 15
-# How likely a token is to be right, as long as nobody knows: where the form of the result forces it, unless the model
-# writes the same text with other tokens; and behind so many tokens that have occurred before.
+# Initial probabilities that a token is right: if the form of the result forces it, as the model may write the same
+# text with other tokens; and after one, two, or three tokens that have occurred before.
 _FORCED, _FOUND = 0.9, (0.1, 0.3, 0.6)
 
 
 class Chances:
-    """How likely drafted tokens are to be right.
+    """The probabilities that drafted tokens are right.
 
     Attributes:
-        forced: those that the form of a result forces.
-        found: those behind one token that has occurred before, behind two, and so on.
+        forced: of tokens that the form of a result forces.
+        found: of tokens after one token that has occurred before, after two, and so on.
     """
 
     def __init__(self) -> None:
         self.forced, self.found = Chance(_FORCED), [*map(Chance, _FOUND)]
 
     def of_input(self) -> Chances:
-        """Those of one input more, which begin with what is known of others."""
+        """Returns those of another input, which begin with what is known of all inputs."""
         made = Chances()
         made.forced, made.found = self.forced.of_input(), [each.of_input() for each in self.found]
         return made
@@ -40,9 +40,9 @@ class SlotDrafts:
     """The drafts of an input, one after the other.
 
     Args:
-        most: tokens of a draft that is found in the text; 0 for none.
-        max_ngram: tokens that must have occurred before, at the most.
-        source: tokens that an encoder has read.
+        most: maximum number of tokens of a draft found in the text; 0 for none.
+        max_ngram: maximum number of tokens to find in the earlier text.
+        source: the tokens of the encoder's input.
         eos: tokens that end a sequence.
         chances: of all inputs.
     """
@@ -53,16 +53,16 @@ class SlotDrafts:
         self.append([*source, BOUNDARY])
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Tokens that follow those of the sequence."""
+        """Appends tokens to the sequence."""
         if self._most:
             self._lookup.append(0, tokens)
 
     def propose(self, form: FormProcessor | None, tokens: Tensor | None) -> tuple[list[int], Chance]:
-        """What may come behind the sequence, and how likely each of these tokens is to be right.
+        """Returns tokens that may follow the sequence, and the probability that each of them is right.
 
         Args:
-            form: of its result, if there is one.
-            tokens: the sequence then, [length].
+            form: of the input's result, if it has one.
+            tokens: the input's sequence, [length], if it has a form.
         """
         forced = [] if form is None or tokens is None else form.forced(tokens)[:MOST]
         if forced := list(itertools.takewhile(lambda token: token not in self._eos, forced)):

@@ -1,8 +1,8 @@
 """A captured step whose inputs come and go: continuous batching.
 
-Each input has a place among those of the step, and a length of its own. It enters behind its prefill, with its first
-token, and leaves when its search is over. Nothing is recorded for that. Which calls of `generate` let inputs enter says
-`fastgen.optimizer.transformers.entering`.
+Each input has a slot of the step, and a length of its own. It enters after its prefill, with its first token, and
+leaves when its search is over. Neither needs a new recording. `fastgen.optimizer.transformers.entering` decides which
+calls of `generate` may enter.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
-# Seconds that steps wait for captured steps of other threads.
+# The most seconds that steps wait for captured steps of other threads.
 PATIENCE = 10.0
 
 
 class TooLong(OfThisCall):
-    """An input has more positions than a step has for it: others of its kind may have less."""
+    """An input has more positions than the step can serve; others of its kind may have fewer."""
 
 
 @contextlib.contextmanager
 def running(device: torch.device) -> Iterator[None]:
-    """The context in which steps run. It waits for calls of other threads that have captured steps. What they write may
-    be written to outside of inference mode, too.
+    """The context in which steps run. It waits for calls of other threads that have captured steps. Tensors that are
+    made in it may be written to outside of inference mode.
 
     Raises:
-        CannotBeCaptured: another call did not end. It may wait for who would run here.
+        CannotBeCaptured: another call did not end in time. It may be waiting for the present thread.
     """
     modes = undoing(partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
     with graph.taken(device, PATIENCE), modes, torch._C._InferenceMode(False), torch.no_grad():
@@ -60,20 +60,21 @@ def running(device: torch.device) -> Iterator[None]:
 
 
 class Slots:
-    """A step of a model, and the inputs in it. It is of a kind that serves them all, and gets wider with them.
+    """A step of a model, and the inputs in it. Its kind serves them all, and gets wider as inputs of other kinds enter.
 
     Args:
         model: whose step it is.
-        kind: of the first inputs that are to enter.
-        most: places, at the most.
-        seconds: what steps of this model have taken so far.
-        repeats: inputs come in an order that depends on no clock, and nothing else is to.
+        kind: the kind of the first inputs to enter.
+        most: maximum number of slots.
+        seconds: times of this model's steps so far.
+        repeats: inputs come in an order that depends on no clock, and nothing else may depend on one.
 
     Attributes:
-        taken: by place.
-        drafts: what rows that are free verify.
-        is_widened: it does more than some of them ask for, so that why it fails may be no matter of theirs.
-        failure: why it must not go on; None as long as it may.
+        taken: the inputs, by slot.
+        drafts: the drafts that free rows verify.
+        is_widened: whether the step does more than some of its requests asked for. Its failure may then have nothing to
+            do with them.
+        failure: the reason why the step must not continue; None if it may.
     """
 
     def __init__(self, model: Any, kind: Kind, most: int, seconds: StepSeconds, repeats: bool = False) -> None:
@@ -81,9 +82,9 @@ class Slots:
         self._key = kind.key
         self._ledger = Ledger.of(self._model)
         self._steps, self._captures_from = 0, math.inf
-        self._is_changing = True  # with the input that has come last, and more are about to come
-        self._is_recorded = False  # what serves any number of inputs, the last time that somebody asked
-        self._programs, self._places = Places(model, repeats), 0  # that the last step has computed
+        self._is_changing = True  # the last input has changed the step, and more inputs are about to come
+        self._is_recorded = False  # whether a recording served any number of inputs at the last check
+        self._programs, self._places = Places(model, repeats), 0  # slots that the last step has computed
         self.drafts = DraftRows(None if repeats else seconds)
         self.taken: dict[int, Slot] = {}
         self.is_widened = False
@@ -92,7 +93,7 @@ class Slots:
 
     @property
     def rows(self) -> int:
-        """Of the inputs that are there."""
+        """Number of rows of the present inputs."""
         return len(self.taken) * self._key.per_input
 
     @property
@@ -102,28 +103,28 @@ class Slots:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the model is no longer the one that the step was made with."""
+        """Whether the model has changed since the step was made."""
         return self._step is not None and graph_cache.state(self._model) != self._step.state
 
     def serves(self, kind: Kind) -> bool:
-        """Whether inputs of this kind can be in it, with those that are there, as far as is known."""
+        """Whether inputs of this kind can join the present ones, as far as is known."""
         wider = None if self.failure is not None else self._kind.with_inputs_of(kind)
         if wider is None or wider == self._kind:
             return wider is not None
-        # Whether rows can share K and V is to be found out in a step of its own: code of the user's must not run twice.
+        # Whether rows can share K and V is found out in a separate step, because user code must not run twice.
         if wider.key.maps_rows > self._kind.key.maps_rows and not graph_cache.shares_kv(self._model):
             return False
         batches = {*(1 << n for n in range(self._most.bit_length())), self._most}
         return not any(graph_cache.is_refused(self._model, replace(wider.key, batch=n)) for n in batches)
 
-    # ---- inputs that come
+    # ---- inputs that enter
 
     def admit(self, decoding: EnteringDecoding, kind: Kind, entering: list[Slot], expected: int) -> None:
-        """Takes in the inputs of a call behind its prefill, with their first tokens.
+        """Adds the inputs of a prefilled call to the step, and selects their first tokens.
 
         Args:
             kind: of the call.
-            expected: inputs that are likely to come soon.
+            expected: number of inputs that are likely to come soon.
         """
         prompts = [
             decoding.prompt.only(number, self._key.per_input, slot.new_tokens, slot.padding)
@@ -132,7 +133,7 @@ class Slots:
         needed = Sizes(*map(max, *(prompt.sizes for prompt in prompts), Sizes(0, 0, 0, 0)))
         self._is_changing = (self._widen(decoding, kind) or self.is_new) and expected > len(entering)
         step = self._with_room(decoding, len(self.taken) + max(len(entering), expected), needed)
-        if not step.forward.is_watched:  # before code of the user's sees a token
+        if not step.forward.is_watched:  # before user code sees a token
             self._try(step, prompts[0])
         if step.key.maps_rows:
             graph_cache.note_shared_kv(self._model, True)
@@ -142,7 +143,7 @@ class Slots:
             self._note(slot)
             self._enter(step, slot, prompt, decoding, kind)
         self._check_numbers(step)
-        for slot, prompt in zip(entering, prompts, strict=True):  # none has seen a token if another cannot enter
+        for slot, prompt in zip(entering, prompts, strict=True):  # so none has seen a token if another cannot enter
             if slot.streams_prompt:
                 slot.has_streamed = True
                 slot.catch(partial(slot.streamer.put, prompt.tokens.clone()))
@@ -162,7 +163,7 @@ class Slots:
         self._block(slot, choice, search, 0)
         turns = [] if slot.host is None else [Turn(slot.host, slice(0, 1), start, end)]
         choice.first(prompt.logits, lambda: None, turns)
-        if isinstance(slot.error, CannotBeCaptured):  # the call goes on with the library's loop
+        if isinstance(slot.error, CannotBeCaptured):  # the call continues in the library's loop
             step.leave(slice(place, place + 1))
             raise slot.error
         step.enter(place, search, choice)
@@ -175,7 +176,7 @@ class Slots:
         return next(place for place in range(self._key.batch) if place not in self.taken)
 
     def _try(self, step: DecodeStep, prompt: Prompt) -> None:
-        """Raises CannotBeCaptured if the model does something that a step of rows of any lengths cannot do."""
+        """Raises CannotBeCaptured if the model does something that a step with rows of unequal lengths cannot do."""
         place = self._free_place()
         step.load(place, prompt)
         try:
@@ -188,9 +189,9 @@ class Slots:
             step.leave(slice(place, place + 1))
 
     def _check_window(self, step: DecodeStep, decoding: EnteringDecoding, needed: Sizes) -> None:
-        """Masks of a sliding window that are read are those of the longest row: no row may lose a position by that.
+        """Raises TooLong if a sliding window's mask would hide positions of a shorter row, as it fits the longest one.
 
-        What counts is what those that are there, and those that come, may need: buffers may have room for more.
+        The check counts the positions that present and entering inputs may need, not the room of the buffers.
         """
         if decoding.window is None or not step.buffers.reads_masks_of_windows:
             return
@@ -200,10 +201,10 @@ class Slots:
             raise TooLong(BEYOND_WINDOW)
 
     def _note(self, slot: Slot) -> None:
-        """Whether recording pays is a matter of all inputs that have come so far."""
+        """Decides from which step on recording pays, by all inputs that have entered so far."""
         if is_repeatable():
             self._captures_from = 0
-        if self._captures_from <= self._steps:  # as the next step will be, whatever this input asks for
+        if self._captures_from <= self._steps:  # the next step is recorded, whatever this input asks for
             return
         room = Sizes(0, 0, 0, 0) if self._step is None else self._step.sizes
         self._is_recorded = self._is_recorded or any_batch.is_recorded(self._model, self._key, room, 1)
@@ -214,7 +215,7 @@ class Slots:
             self._captures_from = min(self._captures_from, self._steps + max(starts - done, 0))
 
     def _with_room(self, decoding: EnteringDecoding, inputs: int, needed: Sizes) -> DecodeStep:
-        """The step, with room for so many inputs, where there is such, and for what they need."""
+        """Returns the step, with room for this many inputs, up to the maximum, and for their sizes."""
         rows = max(inputs, MOST_ROWS) if self._kind.key.maps_rows else inputs
         batch = min(max(power_of_two(rows), self._key.batch if self._step is not None else 1), self._most)
         if self._step is None:
@@ -227,7 +228,7 @@ class Slots:
         return self._step
 
     def _widen(self, decoding: EnteringDecoding, kind: Kind) -> bool:
-        """Has the step serve inputs of this kind, too: they are about to enter. Whether it has not done so before."""
+        """Has the step serve inputs of this kind, which are about to enter. Returns whether it did not do so before."""
         wider = self._kind.with_inputs_of(kind)
         if wider is None:
             raise CannotBeCaptured("inputs of another kind")
@@ -237,14 +238,14 @@ class Slots:
         if self._step is not None:
             self._step = self._moved(decoding, self._key.batch, wider)
         self._kind, self._key = wider, replace(wider.key, batch=self._key.batch)
-        # Where it was captured, the inputs that are there have shown that it pays.
+        # If the step was captured, the present inputs have shown that this pays.
         self._captures_from, self._is_recorded = self._steps if was_captured else math.inf, False
         for slot in self.taken.values():
             self._note(slot)
         return True
 
     def _taken(self, decoding: EnteringDecoding, batch: int, room: Sizes, kind: Kind) -> DecodeStep:
-        """The step for so many inputs, as the cache has it or a new one, with buffers of these sizes at least."""
+        """Returns a kept or new step for this many inputs, with buffers of at least these sizes."""
         key, given = replace(kind.key, batch=batch), kind.processors
         vocabulary = decoding.prompt.logits.shape[-1]
 
@@ -265,7 +266,7 @@ class Slots:
         return sizes.rounded(needed, decoding.may_pad, on_gpu=False, at_once=True)
 
     def _moved(self, decoding: EnteringDecoding, batch: int, kind: Kind) -> DecodeStep:
-        """A step for more inputs, or of a wider kind, with those that are there."""
+        """Returns a step for more inputs, or of a wider kind, which continues the present inputs."""
         before = self._step
         assert before is not None
         step = self._taken(decoding, batch, before.sizes, kind)
@@ -279,7 +280,7 @@ class Slots:
         return step
 
     def _grow(self, step: DecodeStep, needed: Sizes) -> None:
-        """Has the step grow that inputs are in. It goes on without if memory runs out, but not if it is half grown."""
+        """Grows a step that has inputs. If memory runs out before, it stays usable, but not if it is half grown."""
         grow = step.reserve(needed)
         try:
             grow()
@@ -294,8 +295,8 @@ class Slots:
         return self._step is not None and self._step.is_captured
 
     def advance(self, most_drafted: Callable[[], int | None] = lambda: None) -> list[Slot]:
-        """Makes a step, in the context `running`; those that are over then. They stay what they are until `remove`. It
-        may verify as many tokens of drafts as `most_drafted` gives; None for any number.
+        """Makes a step, in the context `running`, and returns the slots that are over. They stay in the step until
+        `remove`. The step verifies at most as many drafted tokens as `most_drafted` returns; None for no limit.
         """
         step = self._step
         assert step is not None, "somebody is there"
@@ -303,7 +304,7 @@ class Slots:
             raise self.failure
         self.drafts.drafted = self.drafts.accepted = 0
         if len(self._over(step)) < len(self.taken):
-            # What comes next may be of another kind still, for which this recording would not do.
+            # The next input may be of another kind, which this recording would not serve.
             captures = self._steps >= self._captures_from and (self._repeats or not self._is_changing)
             self._is_changing = False
             if (captures or step.is_captured) and any_batch.is_symbolic(step.key):
@@ -324,7 +325,7 @@ class Slots:
         return self._over(step)
 
     def _put_drafts(self, step: DecodeStep, count: int, most_drafted: Callable[[], int | None]) -> int:
-        """Has rows that are free verify what is drafted. How many places the step has to compute."""
+        """Has free rows verify drafts. Returns how many slots the step has to compute."""
         if not (self._key.maps_rows and step.is_captured):
             return count
         going_on = [slot for slot in self.taken.values() if not slot.is_over]
@@ -344,12 +345,12 @@ class Slots:
         except Exception as error:
             if not (step.parts.is_complete or memory.is_out(error) or isinstance(error, OfThisCall)):
                 refused = self._refused(step, error)
-                if isinstance(error, CannotBeCaptured):  # what this says of others counts, too
+                if isinstance(error, CannotBeCaptured):  # others then know whether it concerns them
                     raise refused from error
             raise
 
     def _refused(self, step: DecodeStep, error: Exception) -> CannotBeCaptured:
-        """Notes that steps of this key cannot be captured. It says no more of others where this one maps rows."""
+        """Notes that steps of this key cannot be captured. If it maps rows, this says nothing about other keys."""
         graph_cache.refuse(self._model, step.key, str(error))
         if not step.key.maps_rows:
             return CannotBeCaptured(str(error))
@@ -357,7 +358,7 @@ class Slots:
         return OfThisCall(str(error))
 
     def _close_ranks(self, step: DecodeStep) -> None:
-        """Has inputs take the first places: of those behind, nothing is computed."""
+        """Moves inputs to the first slots, because nothing is computed for the slots after them."""
         for target in range(len(self.taken)):
             if target not in self.taken:
                 source = max(self.taken)
@@ -366,7 +367,7 @@ class Slots:
                 self.taken[target].place = target
 
     def _over(self, step: DecodeStep) -> list[Slot]:
-        """Those that are over, which go on no more."""
+        """Returns the slots that are over, and stops their searches."""
         goes_on = step.search.unfinished.view(self._key.batch, -1).any(dim=1).tolist()
         for place, slot in self.taken.items():
             if not slot.is_over and (slot.error is not None or not goes_on[place]):
@@ -375,7 +376,7 @@ class Slots:
         return [slot for slot in self.taken.values() if slot.is_over]
 
     def _check_numbers(self, step: DecodeStep) -> None:
-        """What there is nothing to draw for fails, and only that: before its streamer sees a token."""
+        """Fails inputs whose probabilities are NaN, and only these, before their streamers see a token."""
         has_nan = step.search.nan_inputs[:, 0].tolist()
         for place, slot in self.taken.items():
             if has_nan[place] and slot.error is None:
@@ -390,19 +391,19 @@ class Slots:
         ]
 
     def _draw(self, step: DecodeStep, slot: Slot) -> None:
-        """The noise of an input's next step."""
+        """Draws the noise of an input's next step."""
         if slot.generator is not None:
             slot.draw(step.search.noise.view(self._key.batch, -1)[slot.place])
 
     def _block(self, slot: Slot, choice: Choice, search: Search, place: int) -> None:
-        """What may not come next of an input whose result has a form."""
+        """Blocks the tokens that may not come next for an input whose result has a form."""
         if slot.form is None or slot.error is not None:
             return
         mask = slot.mask(choice.processors)
         slot.catch(partial(mask.block, slot.form, search.sequences_of(place), place))
 
     def _stream(self, step: DecodeStep, slot: Slot) -> None:
-        """Passes the tokens of the latest step on to who waits for them."""
+        """Passes the tokens of the latest step to the input's streamer and drafts."""
         if slot.is_over or (slot.streamer is None and slot.drafts is None):
             return
         tokens = step.search.tokens[slot.place : slot.place + 1]
@@ -417,8 +418,8 @@ class Slots:
     # ---- inputs that leave
 
     def result(self, slot: Slot) -> Any:
-        """The sequences of an input that is over, [count, length of the longest], with its prompt; or with
-        `return_dict_in_generate` what `generate` returns, without a cache.
+        """Returns the sequences of an input that is over, with its prompt, [count, length of the longest]. With
+        `return_dict_in_generate`, returns what `generate` returns, without a cache.
         """
         assert self._step is not None, "the input is in it"
         search, inputs = self._step.search, slice(slot.place, slot.place + 1)
@@ -426,8 +427,8 @@ class Slots:
         return slot.results(search, inputs)
 
     def remove(self, slot: Slot) -> None:
-        """An input leaves, if it is there; it may have come to its end, or not, or have failed to enter. With the last
-        one, the step goes, too: what is known of it, and captured, is kept for those that come later.
+        """Removes an input, if it is in the step. It may be over, or not, or have failed to enter. When the last input
+        leaves, a step that has not failed returns to the cache of recordings, for inputs that come later.
         """
         step = self._step
         if step is not None and self.taken.get(slot.place) is slot:
@@ -440,5 +441,5 @@ class Slots:
 
     @property
     def slots(self) -> int:
-        """Rows that the last step has computed."""
+        """Number of rows that the last step has computed."""
         return self._places * self._key.per_input

@@ -1,4 +1,4 @@
-"""A decode step that a CUDA graph or, on the CPU, a program replays: its parts, and what becomes of its inputs."""
+"""A decode step that is replayed as a CUDA graph or, on a CPU, as a program: its parts, its buffers and its inputs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
-# Runs of a part on a GPU before it is captured: of a step with drafts, which has several, each runs less often.
+# Runs of a part on a GPU before it is captured. A step with drafts has several parts, each of which runs less often.
 _WARM_UPS, _WARM_UPS_WITH_DRAFT = 2, 1
-# Steps under way on a GPU that the host does not know the outcome of. On the CPU there are none.
+# Steps that a GPU may be ahead of the host, which does not know their outcome yet. On a CPU there are none.
 _LATE = 2
 
 
 class Parts:
-    """The parts of a step: its draft, and what verifies so many positions. Each is captured for itself.
+    """The parts of a step: a draft, and one part for each number of positions to verify. Each is captured separately.
 
-    All are on the same buffers, and replayed one after the other.
+    All parts use the same buffers, and are replayed one after the other.
 
     Attributes:
-        by_number: a positive number is that of the positions that a part verifies.
+        by_number: the parts; a positive number is the number of positions that the part verifies.
     """
 
     def __init__(self, key: Key, buffers: StepBuffers, forward: Forward) -> None:
@@ -59,31 +59,31 @@ class Parts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to be captured, so that what fails may work the next time."""
+        """Whether all parts are captured, so that an error says nothing about whether the step can be captured."""
         return bool(self.by_number) and all(part.is_captured for part in self.by_number.values())
 
     @property
     def follows(self) -> bool:
-        """Whether what has been captured goes on when the buffers get other memory."""
+        """Whether the captured parts stay valid when the buffers get other memory."""
         return all(part.follows for part in self.by_number.values())
 
     def drop(self) -> None:
-        """Forgets what has been captured."""
+        """Forgets the captured parts."""
         for part in self.by_number.values():
             part.drop()
 
     def run(
         self, number: int, pieces: Callable[[], list[Piece]], cache: Any, *given: Any, captures: bool = True
     ) -> bool:
-        """Runs a part; says whether it was replayed, and so took as long as it will from now on.
+        """Runs a part. Returns whether it was replayed, so that its time is typical of later runs.
 
-        One that is not captured yet is captured now, if it may be. Before, one of all parts has run as it is: while the
-        rows are as long as each other, the host may look at masks.
+        A part that is not captured yet is captured now if `captures`. Before any part is captured, one must have run
+        eagerly: while all rows are equally long, the host may look at masks.
 
         Args:
-            pieces: those of the part, where it is not captured yet.
-            cache: what the model gets in it.
-            given: to what the host does behind a piece.
+            pieces: returns the pieces of the part, if it is not captured yet.
+            cache: the cache that the model gets.
+            given: arguments for what the host does after a piece.
         """
         part = self[number]
         if part.is_captured:
@@ -101,16 +101,16 @@ class Parts:
 
 
 class DecodeStep:
-    """The step, its buffers, and what has been captured of it.
+    """A decode step, its buffers, and its captured parts.
 
-    Its parts verify a number of positions each, and draft, if it is one with drafts. A plain step verifies one position
-    behind no draft: it chooses the next token.
+    A part verifies a number of positions, or drafts. A plain step verifies one position without a draft, which chooses
+    the next token.
 
-    Of `prompt`, any of the key's kind, nothing is stored. `processors` is None if the host runs them.
+    Nothing of `prompt` is stored; it may be any prompt of the key's kind. `processors` is None if the host runs them.
 
     Args:
-        drafting: makes what a step with drafts has besides (`speculation.drafting`).
-        search: of another step on the same sequences.
+        drafting: makes what a step with drafts needs besides (`speculation.drafting`).
+        search: the search of another step on the same sequences.
     """
 
     def __init__(
@@ -123,21 +123,21 @@ class DecodeStep:
         search: SpeculativeSearch | None = None,
     ) -> None:
         self.key, self.processors, self.device = key, processors, prompt.tokens.device
-        self.state: Hashable = None  # of the model that it is captured with
+        self.state: Hashable = None  # the model's state when the step is captured (`graph_cache.state`)
         self.buffers = StepBuffers(key, prompt, sizes)
         self.search: Any = search or search_of(key, sizes, self.device, self.buffers.growing)
         self.forward = Forward(key, prompt, self.buffers, self.search)
         self.parts = Parts(key, self.buffers, self.forward)
         self._cache = self.buffers.cache(self.search)
         self.flag = graph.LateFlag(self.device, 0 if key.waits_for_host else _LATE)
-        self.seconds_of_calls: deque[float] = deque(maxlen=4)  # what a step of the last calls has taken
+        self.seconds_of_calls: deque[float] = deque(maxlen=4)  # seconds per step in the last calls
         self.drafting: Any = None if drafting is None else drafting(self, prompt)
         record = None if self.drafting is None else self._record
         self.choice = Choice(key, prompt.logits.shape[-1], self.search, processors, record)
 
     @property
     def sizes(self) -> Sizes:
-        """Those of its buffers; where the key has none, they may grow."""
+        """Sizes of the buffers, which may grow if the key has no sizes."""
         return self.buffers.sizes
 
     @property
@@ -146,18 +146,19 @@ class DecodeStep:
 
     @property
     def nbytes(self) -> int:
-        """Of K and V, and of what a call returns of each step; what is computed lies in memory that all steps share."""
+        """Bytes of K and V and of what a call returns of each step. Intermediate results lie in shared memory."""
         return sum(part.nbytes for part in (self.buffers, self.choice, self.drafting) if part is not None)
 
     def make_room(self, needed: Sizes) -> None:
-        """Has the buffers grow to these sizes at least: of those that the key leaves open, and between two calls all.
+        """Grows the buffers to at least these sizes.
 
-        In a call, what is generated may get more room; what is there stays. If memory runs out, nothing has changed.
+        Only sizes that the key leaves open grow; during a call, only the room for new tokens, whose contents stay.
+        If memory runs out, nothing has changed.
         """
         self.reserve(needed)()
 
     def reserve(self, needed: Sizes) -> Callable[[], None]:
-        """All memory that `make_room` takes; what is returned does the rest."""
+        """Allocates all memory that `make_room` needs. Returns a function that does the rest."""
         have, sizes = self.sizes, Sizes(*map(max, self.sizes, needed))
         if have.fit(needed):
             return lambda: None
@@ -174,8 +175,8 @@ class DecodeStep:
     # ---- a call
 
     def begin(self, prompt: Prompt, fill: int, **options: Any) -> None:
-        """Takes over a prompt. The other arguments are those of the search's `begin`."""
-        # First: it refuses what does not fit, and nothing has been changed then.
+        """Begins a call with this prompt. The other arguments are those of the search's `begin`."""
+        # The search comes first: it refuses what does not fit before anything has been changed.
         self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, **options)
         if not self.buffers.begin(prompt):
             self.parts.drop()
@@ -184,26 +185,26 @@ class DecodeStep:
             self.drafting.begin(prompt)
 
     def clear(self) -> None:
-        """K and V of the last call are of no use any more. On a CPU they take no memory then."""
+        """Discards K and V of the last call, which take no memory on a CPU from then on."""
         self.buffers.clear()
 
     def turns(self, host: Host, done: int) -> list[Turn]:
-        """Of a call, whose inputs are all as long as each other, behind `done` tokens."""
+        """Returns the turn of a call, whose inputs are all equally long, after `done` tokens."""
         buffers = self.buffers
         return [Turn(host, slice(0, buffers.present), buffers.start, self.search.prompt_capacity + done)]
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
-        """The first token, from the prompt's logits, [inputs * per_input, vocabulary]."""
+        """Chooses the first token from the prompt's logits, [inputs * per_input, vocabulary]."""
         all_rows = logits.new_zeros(self.key.rows, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
         self.choice.first(all_rows, self._send, self.turns(host, 0))
 
     def is_over(self) -> bool:
-        """To be called after each token: whether the search is known to be over."""
+        """Whether the search is known to be over. To be called after each token."""
         return self.flag.is_set()
 
     def of_batch(self, batch: int, sizes: Sizes) -> DecodeStep:
-        """A step for so many inputs that the model cannot tell from this one, to be recorded: nothing runs on it."""
+        """Returns a step for `batch` inputs that looks the same to the model, for recording: nothing runs on it."""
         buffers = self.buffers
         prompt = Prompt(
             tokens=self.search.tokens.new_empty(0, 0),
@@ -228,56 +229,56 @@ class DecodeStep:
         return step
 
     def pieces(self, model: Any) -> list[Piece]:
-        """Those of a plain step, with what the host does behind each."""
+        """Returns the pieces of a plain step, each with what the host does after it."""
         return self.choice.pieces(partial(self._logits, model), self._advance)
 
     def verify(self, model: Any, turns: Sequence[Turn], captures: bool = True) -> None:
-        """Starts the step for the next token. With a draft, `drafting.verify` stands for it.
+        """Starts the step for the next token. With a draft, `drafting.verify` replaces it.
 
-        One that is not captured yet is captured now, if it is to be; otherwise it runs as it is, as on a GPU the first
-        ones do in any case.
+        A step that is not captured yet is captured now if `captures`; otherwise it runs eagerly. On a GPU, the first
+        steps run eagerly in any case.
 
         Raises:
-            CannotBeCaptured: it does something that a captured step cannot do. Anything else that is raised before
-                there is a graph means that, too.
+            CannotBeCaptured: the step does something that cannot be captured. Any other exception that is raised before
+                there is a graph means the same.
         """
         if captures and not self.forward.is_watched and graph.is_recorded(self.device):
             self.watch(model)
         self.parts.run(1, partial(self.pieces, model), self._cache, turns, captures=captures)
 
     def materialized(self) -> tuple[Any, Any, Any]:
-        """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim]; and of
-        layers that have some, states.
+        """Returns K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim],
+        and the states of layers that have some.
 
-        Of self-attention those of the prompt, and of all tokens but the last. Waits for the device.
+        Self-attention has positions of the prompt and of all tokens but the last. Waits for the device.
         """
         return self.buffers.materialized(int(self.search.length.max()) - self.sizes.prompt - 1)
 
     def take_over(self, other: DecodeStep, inputs: Tensor | slice = slice(None)) -> None:
-        """Goes on where `other` is, a step of the same key with less capacity, or where these of more inputs are."""
+        """Continues `other`, a step of the same key with less capacity, or these inputs of a step for more inputs."""
         if not self.buffers.insert(other.buffers, inputs):
             self.parts.drop()
         self.search.insert(other.search, inputs)
         self.choice.take_over(other.choice)
         self.flag.reset()
         if self.drafting is not None:
-            self.forward.is_watched |= other.forward.is_watched  # what masks say, the other one may have found out
+            self.forward.is_watched |= other.forward.is_watched  # the other step may have looked at the masks already
             self.drafting.take_over(other.drafting)
 
     def watch(self, model: Any) -> None:
-        """Finds out what masks say, in a step to come: that will store the same keys and values once more.
+        """Looks at the masks by running a step ahead of time, which the real step repeats.
 
         Raises:
-            CannotBeCaptured: as `verify`.
+            CannotBeCaptured: as in `verify`.
         """
-        # K and V are stored once more in that step; states would go on twice.
+        # The real step stores the same K and V once more. States would advance twice, so they are restored.
         with undoing(states.saved(self.buffers.states)), self.forward.watched(self._cache):
             graph.capturable(partial(self._logits, model))()
 
-    # ---- slots: inputs come and go while others go on
+    # ---- slots: inputs come and go while others continue
 
     def open(self, eos: Sequence[int]) -> None:
-        """Begins with no input. Tokens of `eos` end the sequences of all that come."""
+        """Begins without inputs. Tokens of `eos` end the sequences of all inputs to come."""
         self.search.put_ends(eos)
         self.buffers.present = self.key.batch
         self.leave(slice(self.key.batch))
@@ -287,7 +288,7 @@ class DecodeStep:
     def arrival(
         self, prompt: Prompt, fill: int, numbers: Sequence[Sequence[float]], **options: Any
     ) -> tuple[Search, Choice]:
-        """The search of one input that is to come, and what chooses its first token.
+        """Returns the search of one input that is about to enter, and the choice of its first token.
 
         Args:
             numbers: of each of its processors.
@@ -302,33 +303,34 @@ class DecodeStep:
         return search, Choice(key, prompt.logits.shape[-1], search, processors)
 
     def load(self, place: int, prompt: Prompt) -> None:
-        """Takes over what the prefill of an input has left."""
+        """Takes over what the prefill of an input has stored."""
         if not self.buffers.begin(prompt, slice(place, place + 1)):
             self.parts.drop()
 
     def enter(self, place: int, search: Search, choice: Choice) -> None:
-        """The input goes on from its first token."""
+        """Has the input continue from its first token."""
         self.search.insert(search, slice(1), slice(place, place + 1))
         self._take_choice(choice, 0, place)
         self.flag.reset()
 
     def leave(self, inputs: slice) -> None:
-        """Inputs are over: nothing is computed of them that counts, until others take their places."""
+        """Ends inputs: results of their places do not count until other inputs take these places."""
         self.search.leave(inputs)
         self.buffers.leave(inputs)
 
     def move(self, source: int, target: int) -> None:
-        """Has an input go on at another place, which is free."""
+        """Moves an input to another place, which is free."""
         self.move_in(self, source, target)
         self.leave(slice(source, source + 1))
 
     def move_in(
         self, other: DecodeStep, source: int, target: int, numbers: Sequence[Sequence[float] | int] | None = None
     ) -> None:
-        """Has an input go on here, at `target`, that is at `source` in `other`, of the same sizes.
+        """Has the input at `source` in `other`, a step of the same sizes, continue here at `target`.
 
         Args:
-            numbers: of each processor those of the input, or which of the other step's has them; None for the same.
+            numbers: for each processor, the input's numbers, or the index of the processor of `other` that has them.
+                None if the processors are the same.
         """
         inputs = slice(source, source + 1), slice(target, target + 1)
         self.search.insert(other.search, *inputs)
@@ -340,7 +342,7 @@ class DecodeStep:
     def _take_choice(
         self, other: Choice, source: int, target: int, numbers: Sequence[Sequence[float] | int] | None = None
     ) -> None:
-        """What there is of an input besides its sequences: `target` here is `source` there."""
+        """Copies what belongs to an input besides its sequences, from place `source` of `other` to `target`."""
         self.choice.take_over(other)
         others, own = other.processors or (), self.processors or ()
         for each, given in zip(own, range(len(others)) if numbers is None else numbers, strict=True):
@@ -355,7 +357,7 @@ class DecodeStep:
         self.flag.send(self.search.done)
 
     def _advance(self) -> None:
-        """The K/V of this step have been stored; the next one continues the rows that the search has chosen."""
+        """Advances the buffers once K and V are stored: the next step continues the rows that the search has chosen."""
         self.buffers.advance(self.search.parents, self.search.taken.view(-1))
         self._send()
 
@@ -363,6 +365,6 @@ class DecodeStep:
         self.drafting.record(given.unsqueeze(1), place)
 
     def _logits(self, model: Any) -> Tensor:
-        """[rows, vocabulary] of the tokens that the search has chosen."""
+        """Returns the logits, [rows, vocabulary], for the tokens that the search has chosen."""
         tokens, cache = self.search.tokens.unsqueeze(1), self.forward.cache(model, self._cache)
         return self.forward(model, cache, tokens, self.buffers.inputs, 1)[:, -1]

@@ -1,1 +1,1 @@
-"""Models that only encode: the padding of a batch is left out of what their layers compute."""
+"""Encoder-only models: their layers do not compute the padding of a batch."""

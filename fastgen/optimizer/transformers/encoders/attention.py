@@ -1,6 +1,6 @@
-"""Attention of an encoder over a batch of sequences of one length, by FastGen's operator.
+"""Encoder attention over a batch of sequences of equal length, by FastGen's operator.
 
-torch's runs for everything else, and where it is measured to be faster.
+torch's attention runs in all other cases, and where measurements show that it is faster.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from fastgen import patching, releases
 from fastgen.decoding import packing
 from fastgen.decoding.captured.recording import is_capturing
 
-# Arguments of attention functions that change which tokens of its sequence one attends to.
+# Arguments of attention functions that change which tokens of its sequence a token attends to.
 _CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", releases.PAGED_CACHE)
 
 _is_overridden: ContextVar[bool] = ContextVar("fastgen_overridden_attention", default=False)
 
 
 def override_attention() -> AbstractContextManager[None]:
-    """Inside this, the library's attention function for SDPA is `over_all_tokens`."""
+    """A context in which `over_all_tokens` replaces the library's attention function for SDPA."""
     return patching.held(_is_overridden, True)
 
 
 def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
-    """A further argument of an attention function that changes which tokens attend to each other, if there is one."""
+    """Returns the name of an argument that changes which tokens attend to each other; None if none is given."""
     given = ((name, kwargs.get(name)) for name in _CHANGING)
     return next((name for name, value in given if value is not None and value is not False), None)
 
 
 def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention function that runs in the place of one of the library."""
+    """Returns the attention function that runs in place of a library function."""
     if function is not sdpa_attention_forward or not _is_overridden.get() or not patching.is_active():
         return function
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return function
-    # What is compiled or captured runs as it is.
+    # Compiled or captured code keeps the library's function.
     return function if torch.compiler.is_compiling() or is_capturing() else over_all_tokens
 
 
@@ -55,9 +55,7 @@ def over_all_tokens(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`sdpa_attention_forward`, by FastGen's operator where each token attends to all of its sequence, and nothing
-    else.
-    """
+    """`sdpa_attention_forward`, by FastGen's operator if each token attends to exactly all tokens of its sequence."""
     is_over_all = attention_mask is None and not dropout and not getattr(module, "is_causal", True)
     if is_over_all and changing_argument(kwargs) is None:
         context = packing.attend_equal(query, key, value, scaling)

@@ -1,7 +1,7 @@
-"""The call of an encoder: whether its padding is left out, and what results hold in the place of padding.
+"""The call of an encoder: decides whether padding is skipped, and what results hold in padded positions.
 
-Padded positions of what the layers give hold NaN. So a result without NaN does not depend on them. Where there is
-NaN outside of padded positions, or padded positions must be as the library has them, the call is repeated with the
+Padded positions of the layers' output hold NaN, so a result without NaN does not depend on them. If there is NaN
+outside padded positions, or if padded positions must be as the library computes them, the call is repeated with the
 original code, and later calls of that model with the same arguments are not tried.
 """
 
@@ -34,17 +34,17 @@ from fastgen.optimizer.transformers.encoders.stacks import VARLEN, way_of
 from fastgen.optimizer.transformers.encoders.unpadded_forward import Unexpected, UnpaddedForward
 
 ENTRY_POINT = counters.ENCODER
-# Padding is left out when it is so large a part of the positions.
+# Padding is skipped if it makes up at least this part of the positions.
 MIN_PADDING = 0.1
-# Arguments with which a call does more than encode, or shows more than the last states.
+# Arguments with which a call does more than encode, or returns more than the last states.
 _MORE = ("encoder_hidden_states", *releases.CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_states")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states")
 _NO_PADDING = "hardly any padding that could be left out"
 _READS_PADDING = "padded positions are in the results, or what these depend on"
 
-# Of the outermost model: others run inside its call.
+# Set inside the call of the outermost model: other models run inside it.
 _inside: ContextVar[bool] = ContextVar("fastgen_inside_encoder", default=False)
-# Its layers have their faster form for longer than a forward pass.
+# The layers keep their faster form for longer than one forward pass.
 _has_layers: ContextVar[bool] = ContextVar("fastgen_encoder_layers", default=False)
 _known: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
 
@@ -53,10 +53,11 @@ class _Model:
     """What is known of a model.
 
     Attributes:
-        stack: its only one; None if it has none, or several, or a decoder.
-        reading: why calls with such arguments are not tried again.
-        sees_embeddings: calls with such arguments have not run with embeddings of tokens alone, so they may see them.
-        gives_states: its results hold the states of all positions.
+        stack: the model's only stack; None if it has none, several, or a decoder.
+        reading: by kind of arguments, why such calls are not tried again.
+        sees_embeddings: kinds of arguments with which a pass on the embeddings of tokens alone failed: the model may
+            read its embeddings.
+        gives_states: its results contain the states of all positions.
     """
 
     def __init__(self, model: Any) -> None:
@@ -76,7 +77,7 @@ class _Model:
 
 @interrupts.guarded
 def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of the call of a `PreTrainedModel`."""
+    """Wraps the call of a `PreTrainedModel`."""
     if is_left_alone():
         return wrapped(*args, **kwargs)
     given = counters.decided(ENTRY_POINT, _given, model, args, kwargs)
@@ -90,16 +91,16 @@ def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by their names; None for a model that is none of those that only encode."""
+    """Returns the arguments of a call by name; None for a model that is not encoder-only."""
     known = known_of(model)
     return None if known.stack is None else {**dict(zip(known.names, args, strict=False)), **kwargs}
 
 
 def is_left_alone() -> bool:
-    """Whether a call is none of an encoder for itself, or FastGen is not to change it."""
+    """Whether the call is part of another one, or FastGen must not change it."""
     if _inside.get() or not patching.is_active() or Call.current() is not None:
         return True
-    # What is compiled, traced or captured must not look at values.
+    # Compiled, traced or captured code must not read values.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing():
         return True
     unusual = torch_functions.unusual()
@@ -109,7 +110,7 @@ def is_left_alone() -> bool:
 
 
 def known_of(model: Any) -> _Model:
-    """What is known of the model."""
+    """Returns what is known of the model."""
     known = _known.get(model)
     if known is None:
         known = _known[model] = _Model(model)
@@ -121,10 +122,10 @@ class _Plan:
     """How a forward pass runs.
 
     Attributes:
-        many_rows: the faster form of layers for it, closed where the pass is repeated without.
-        unpadded: the forward pass without padding; None for one with it.
-        key: of calls like this one, with padding.
-        has_layers: in a pass without padding that could be left out, whether the layers are the faster ones.
+        many_rows: context of the layers' faster form; closed before the pass is repeated without it.
+        unpadded: the forward pass without padding; None for one with padding.
+        key: kind of the call's arguments, if it has padding.
+        has_layers: in a pass without padding to skip, whether the layers are the faster ones.
     """
 
     known: _Model
@@ -135,9 +136,9 @@ class _Plan:
 
 
 def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: str) -> Any:
-    """A forward pass of a model with these inputs, without padding where that serves.
+    """Runs a forward pass of a model with these inputs, without padding if possible.
 
-    `padding` is as of `Settings`, or "unseen": what is in its place is masked by whoever gets the result.
+    `padding` is as in `Settings`, or "unseen": the consumer of the result masks padded positions.
     """
     with patching.held(_inside, True), ExitStack() as context:
         plan = counters.decided(ENTRY_POINT, _planned, context, model, given, padding)
@@ -147,7 +148,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             result = forward()
             if plan.has_layers:
                 counters.count_accelerated(f"{ENTRY_POINT}, layers")
-            elif plan.key is None:  # where there is one, it has a reason
+            elif plan.key is None:  # with a key, the reason has been counted
                 counters.count_not_used(ENTRY_POINT, _NO_PADDING)
             return result
         unpadded = plan.unpadded
@@ -167,7 +168,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             return result
         except Exception as failure:
             interrupts.pass_on(failure)
-            result = forward()  # raises where the call itself is at fault
+            result = forward()  # raises if the call itself is at fault
             counters.count_failure(ENTRY_POINT, failure)
             return result
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
@@ -176,9 +177,9 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
 
 
 def _note_declined(plan: _Plan, reason: str, unpadded: UnpaddedForward, result: Any) -> None:
-    """A pass without padding was given up; the library's result, with padding, says whether later ones will be, too."""
+    """Records, from the library's result with padding, whether later passes without padding will be given up, too."""
     if any(bool(each.isnan().any()) for each in tensors_in(result)):
-        return  # it has NaN, too: that says nothing about padding
+        return  # it has NaN, too, which tells nothing about padding
     if unpadded.has_embedded:
         plan.known.sees_embeddings.add(plan.key)
     else:
@@ -186,14 +187,14 @@ def _note_declined(plan: _Plan, reason: str, unpadded: UnpaddedForward, result: 
 
 
 def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str) -> _Plan:
-    """What `run` does. `context` gets what the pass runs in; it is empty where this raises."""
+    """Decides how `run` proceeds. `context` receives the pass's contexts; it stays empty if this raises."""
     with ExitStack() as entered:
         known, mask, reason = known_of(model), _padding_mask(given), None
         plan = _Plan(known)
         entered.enter_context(host_memory.kept(model.device))
         layers = entered.enter_context(_layers_of_pass(model))
         entered.enter_context(plan.many_rows)
-        if mask is not None:  # without, nothing is left out
+        if mask is not None:  # without a mask, there is no padding to skip
             plan.key = _key(given, mask, padding)
             reads_padding = _READS_PADDING if known.gives_states and padding == "exact" else None
             reason = known.reading.get(plan.key) or reads_padding or _unsupported(model, known, given, mask, padding)
@@ -213,9 +214,9 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
 
 @contextlib.contextmanager
 def layers_of_passes(model: Any) -> Iterator[None]:
-    """Inside this, several forward passes share what is packed of the model's weights, and memory that they free."""
+    """A context in which several forward passes share packed weights, and the memory that they free."""
     with host_memory.kept(model.device):
-        if settings.current().weight_dtype == "fp32":  # with many rows, no product needs a packed weight
+        if settings.current().weight_dtype == "fp32":  # with many rows, no linear op needs a packed weight
             yield
             return
         with fast_layers(model), patching.held(_has_layers, True):
@@ -223,7 +224,7 @@ def layers_of_passes(model: Any) -> Iterator[None]:
 
 
 def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
-    """The faster form of the layers for one forward pass, where that alone makes it worth having.
+    """Returns the context of the layers' faster form for one forward pass, if a single pass makes it worth having.
 
     A pass is too short to pack weights for it.
     """
@@ -231,7 +232,7 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
     if _has_layers.get() or now.packed_weights == "never":
         return contextlib.nullcontext()
     if now.weight_dtype == "fp32":
-        # With many rows torch's product is as fast, and looking at all layers takes longer than few rows gain.
+        # With many rows, torch's linear op is as fast, and checking all layers takes longer than few rows gain.
         return fast_layers(model) if model.dtype in HALF else contextlib.nullcontext()
     if now.packed_weights == "keep":
         return fast_layers(model)
@@ -241,9 +242,9 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
-    """The faster form of layers and attention in float32, where looking at all layers takes little of the time.
+    """Gives layers and attention their faster form in float32, if checking all layers takes little of the pass's time.
 
-    What is left to the original code runs outside of it. Yields whether it is in force.
+    Passes on the original code run outside this context. Yields whether the faster form is used.
     """
     now = settings.current()
     is_float32 = now.weight_dtype == "fp32" and model.dtype is torch.float32
@@ -258,19 +259,19 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
 
 
 def _positions(given: dict[str, Any]) -> int:
-    """Positions of the batch, padding included; 0 where they are unknown."""
+    """Returns the positions of the batch, padding included; 0 if unknown."""
     found = [given[name] for name in ("input_ids", "inputs_embeds") if type(given.get(name)) is Tensor]
     return found[0].shape[:2].numel() if found else 0
 
 
 def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:
-    """What may decide which positions the results depend on."""
+    """Returns what may affect which positions the results depend on."""
     names = frozenset(name for name, value in given.items() if value is not None and value is not False)
     return padding, names, bool(mask[:, 0].all()), bool(mask[:, -1].all())
 
 
 def _padding_mask(given: dict[str, Any]) -> Tensor | None:
-    """Where the tokens are, [batch, longest], bool; None if there is too little padding, or another kind of mask."""
+    """Returns where the tokens are, [batch, longest], bool; None with little padding or another kind of mask."""
     mask = given.get("attention_mask")
     if type(mask) is not Tensor or mask.device.type != "cpu" or mask.dim() not in (2, 3) or not mask.numel():
         return None
@@ -280,7 +281,7 @@ def _padding_mask(given: dict[str, Any]) -> Tensor | None:
 
 
 def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor, padding: str) -> str | None:
-    """Why a call with padding is left to the original code."""
+    """Returns why a call with padding runs on the original code; None if it need not."""
     config, values = model.config, given["attention_mask"]
     inputs = [given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
     if len(inputs) != 1 or inputs[0].shape[: values.dim()] != values.shape or inputs[0].device.type != "cpu":
@@ -291,7 +292,7 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
         return "a sequence that is all padding"
     if known.way != VARLEN and bool(((mask[:, 1:] != mask[:, :-1]).sum(dim=1) > 1).any()):
         return "a mask with holes"
-    # By identity: a tensor compares its elements.
+    # compared by identity, because a tensor compares its elements
     more = [name for name in _MORE if given.get(name) is not None and given[name] is not False]
     more += [name for name in _FURTHER_OUTPUTS if given.get(name) is None and getattr(config, name, False)]
     if more and not (more == ["output_hidden_states"] and padding == "zero"):
@@ -312,17 +313,17 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
     reason = models.modules_unsupported(model)
     if reason is not None:
         return reason
-    # In the stack, code that is not the library's may look at other tokens than attention does. Behind it, it may look
-    # at padding without NaN in its result: by a comparison, say. Only with "zero" the user has said that it does not.
+    # Inside the stack, third-party code may read other tokens than attention does. After it, such code may read padding
+    # without NaN in its result: by a comparison, for example. Only with "zero", the user has said that it does not.
     found = library_code.foreign(known.stack if padding == "zero" else model)
     return found and f"code that is not the library's: {found}"
 
 
 def _result(result: Any, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -> Any:
-    """The result of the model, checked; with `zeros`, these are in the place of padding.
+    """Returns the model's result after checking it; with `zeros`, padded positions are zero.
 
-    The states of all layers, which the library records as the layers have them, are padded. Raises Declined where it
-    depends on padded positions, or nobody knows whether it does.
+    Pads the states of all layers, which the library records packed. Raises Declined if the result depends on padded
+    positions, or may depend on them.
     """
     return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, unpadded))
 
@@ -331,7 +332,7 @@ def _checked(result: Tensor, mask: Tensor, zeros: bool, unpadded: UnpaddedForwar
     if not result.is_floating_point():
         return result
     result = unpadded.padded(result)
-    if mask.dim() > 2 and result.shape[: mask.dim()] != mask.shape:  # of choices: a row of the layers' states is one
+    if mask.dim() > 2 and result.shape[: mask.dim()] != mask.shape:  # multiple choice: one row of states per choice
         mask = mask.flatten(0, -2)
     if zeros and result.shape[: mask.dim()] == mask.shape:
         if unpadded.has_made(result):
@@ -344,9 +345,9 @@ def _checked(result: Tensor, mask: Tensor, zeros: bool, unpadded: UnpaddedForwar
 
 
 def _with_zeros(states: Tensor, mask: Tensor) -> Tensor:
-    """States as the layers give them, [batch, longest, size], with zeros in the place of padding: the same tensor.
+    """Sets padded positions of the layers' states, [batch, longest, size], to zero in place, and returns the tensor.
 
-    Most of a batch may be padding, of which nothing is looked at. Raises Declined where there is NaN at tokens.
+    Does not read padding, which may be most of a batch. Raises Declined if there is NaN at tokens.
     """
     positions, is_token = states.flatten(0, 1), mask.flatten().bool()
     if bool(positions[is_token].isnan().any()):

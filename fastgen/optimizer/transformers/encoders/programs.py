@@ -1,7 +1,7 @@
-"""Forward passes of few tokens without padding, recorded and repeated without the model's Python code.
+"""Records forward passes of few tokens without padding, and replays them without the model's Python code.
 
-A pass of one short text is a few hundred small operations, and starting them takes as long as computing them. A
-shape that comes often is recorded, as a decode step is. The first replay must give what the model gives.
+A pass of one short text consists of a few hundred small operations, and launching them takes as long as computing them.
+Frequent shapes are recorded like a decode step. The first replay must reproduce the model's result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import results
 
 ENTRY_POINT = "transformers.encoder, recorded"
-# Tokens of a batch: with more, the products take nearly all of the time.
+# Most tokens of a batch: with more, linear ops take nearly all of the time.
 MOST_TOKENS = 256
 _INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 _FLAGS = (bool, type(None))
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 
 
 class _Key(NamedTuple):
-    """All that is frozen in a pass."""
+    """Everything that a recorded pass fixes."""
 
     shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     flags: tuple[tuple[str, bool | None], ...]
@@ -61,14 +61,14 @@ class _Pass:
             result = forward(**self._inputs, **flags)
             found = tensors_in(result)
             if not self._buffers:
-                # A number may be another one in the next call.
+                # A number in the result may differ in the next call, so a result with one is declined.
                 self._result = results.mapped(result, lambda tensor: tensor, (type(None),))
                 self._buffers = [tensor.new_empty(tensor.shape) for tensor in found]
             for buffer, tensor in zip(self._buffers, found, strict=True):
                 buffer.copy_(tensor)
 
         pieces: list[Piece] = [(function, None)]
-        self._part.run(pieces)  # the buffers are there before the recording
+        self._part.run(pieces)  # allocates the buffers before the recording
         with panel_ops.suspended():
             self._part.capture(pieces)
 
@@ -77,7 +77,7 @@ class _Pass:
         return sum(each.nbytes for each in (*self._inputs.values(), *self._buffers))
 
     def clear(self) -> None:
-        """Nothing to do: what the last call has left is small."""
+        """Does nothing: what the last call has left is small."""
 
     def run(self, inputs: dict[str, Tensor]) -> Any:
         for name, value in inputs.items():
@@ -88,11 +88,11 @@ class _Pass:
 
 
 def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, given: dict[str, Any]) -> Any:
-    """The result of a short pass without padding; None where it is not recorded.
+    """Returns the result of a short pass without padding; None if it is not recorded.
 
     Args:
-        original: the pass as the user has called it.
-        forward: of the model, by names, without a mask.
+        original: the pass as the user called it.
+        forward: the model's forward pass, with named arguments and without a mask.
     """
     wanted = counters.decided(ENTRY_POINT, _wanted, model, given)
     if wanted is None:
@@ -105,12 +105,12 @@ def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, gi
                 counters.count_accelerated(ENTRY_POINT)
                 return found.run(inputs)
             return _record(original, forward, model, key, inputs, flags) if found else None
-    except CannotBeCaptured:  # another thread has the memory of programs: this call does without
+    except CannotBeCaptured:  # another thread uses the memory of recordings: this call does without
         return None
 
 
 def _wanted(model: Any, given: dict[str, Any]) -> tuple[_Key, dict[str, Tensor], dict[str, Any]] | None:
-    """A pass that is kept or due; None for one that is neither."""
+    """Returns the parts of a pass that is recorded or due for recording; None for another pass."""
     inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
     flags = {name: value for name, value in given.items() if name not in (*_INPUTS, "attention_mask")}
     if (
@@ -126,7 +126,7 @@ def _wanted(model: Any, given: dict[str, Any]) -> tuple[_Key, dict[str, Tensor],
 
 
 def _may_have_padding(given: dict[str, Any]) -> bool:
-    """Whether a position may be no token, for all that the inputs say."""
+    """Whether some position may be padding, judging by the inputs."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if type(ids) is not Tensor or mask is None:
         return type(ids) is not Tensor
@@ -135,7 +135,7 @@ def _may_have_padding(given: dict[str, Any]) -> bool:
 
 
 def _found(model: Any, key: _Key) -> _Pass | bool:
-    """The pass that is kept for the model as it is; otherwise whether one is to be recorded."""
+    """Returns the pass recorded for the model in its present state; otherwise, whether to record one."""
     if models.has_global_hooks():
         return False
     try:
@@ -145,19 +145,19 @@ def _found(model: Any, key: _Key) -> _Pass | bool:
         return False
     if isinstance(kept, _Pass):
         return kept
-    is_due = pays.Ledger.of(model).has_asked_for(key, 0, pays.PASSES)  # or the model has just changed
+    is_due = pays.Ledger.of(model).has_asked_for(key, 0, pays.PASSES)  # false if the model has just changed
     return is_due and models.modules_unsupported(model) is None and _has_plain_tensors(model)
 
 
 def _is_due(model: Any, key: _Key) -> bool:
-    """Whether a pass like this one has come so often that it is recorded now."""
+    """Whether a pass like this one has been called often enough to be recorded now."""
     asks_for_more = model.config.output_hidden_states or getattr(model.config, "output_attentions", False)
     if asks_for_more or model.dtype is not torch.float32 or model.device.type != "cpu":
         return False
     if not pays.Ledger.of(model).has_asked_for(key, 1, pays.PASSES):
         return False
     if graph_cache.is_refused(model, key):
-        pays.Ledger.of(model).forget(key)  # it takes a while to find out
+        pays.Ledger.of(model).forget(key)  # finding out takes a while
         return False
     return graph.unavailable(_CPU) is None
 
@@ -178,7 +178,7 @@ def _record(
             raise RuntimeError("the recorded pass gives another result")
     except Exception as reason:
         interrupts.pass_on(reason)
-        if memory.is_out(reason):  # there may be more when such passes have come as often again
+        if memory.is_out(reason):  # there may be more memory when such passes have come as often again
             said = "out of memory"
             pays.Ledger.of(model).forget(key)
         else:
@@ -209,7 +209,7 @@ def _serves(inputs: dict[str, Tensor], flags: dict[str, Any]) -> bool:
 
 
 def _has_plain_tensors(model: Any) -> bool:
-    """Whether all parameters and buffers are torch's own, which say where their memory is."""
+    """Whether all parameters and buffers are plain torch tensors, whose memory addresses are known."""
     held = (
         tensor for module in modules_of(model) for tensor in (*module._parameters.values(), *module._buffers.values())
     )

@@ -1,4 +1,4 @@
-"""The tensors of a result, in tuples, lists and dicts, of which what Transformers returns is one."""
+"""Maps the tensors of a result in tuples, lists and dicts, including Transformers' own output classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What holds no tensor of a result; a module's are its own.
+# Types that hold no tensor of a result; a module's tensors are its own.
 _WITHOUT = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, type, FunctionType, BuiltinFunctionType,
     torch.dtype, torch.device, torch.Generator, nn.Module,
@@ -22,9 +22,9 @@ class Declined(Exception):
 
 
 def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[type, ...] = _WITHOUT) -> Any:
-    """A result like this one with `function` of each tensor in the tensor's place.
+    """Returns a copy of a result with `function` applied to each tensor.
 
-    Parts of the types in `without` hold no tensor, and stay. Raises Declined for a part that may hold some.
+    Parts of the types in `without` hold no tensor, and stay. Raises Declined for a part that may hold tensors.
     """
     if isinstance(result, Tensor):
         return function(result)

@@ -1,4 +1,4 @@
-"""sentence-transformers: its models are a Transformer and what pools its states. Pooling masks what is padding."""
+"""sentence-transformers: its models are a Transformer and a pooling of its states, which masks padding."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from fastgen import counters, patching, settings
 from fastgen.optimizer.transformers.encoders import call
 
-# Modules behind the pooling, which work with one vector for each text.
+# Modules after the pooling, which process one vector for each text.
 _OF_VECTORS = ("Dense", "Dropout", "LayerNorm", "Normalize")
 _OF_LIBRARY = "sentence_transformers."
 _VECTOR = "sentence_embedding"
 
-# The model's states are seen by modules alone that mask them.
+# Only modules that mask padding read the model's states.
 _states_are_masked: ContextVar[bool] = ContextVar("fastgen_masked_states", default=False)
 
 
 def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `SentenceTransformer.encode`."""
+    """Wraps `SentenceTransformer.encode`."""
     bound = patching.bound(wrapped, args, kwargs)
     if bound is None:
         return wrapped(*args, **kwargs)
@@ -34,8 +34,8 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _encoder(model: Any, shown: Any) -> tuple[Any, bool] | None:
-    """The model that a SentenceTransformer runs, and whether its states are masked where this is shown of them; None
-    if it is none of those that only encode.
+    """Returns the model that a SentenceTransformer runs, and whether only masked states affect the value `shown`; None
+    if the model is not encoder-only.
     """
     encoder = getattr(next(model.children(), None), "model", None)
     if not hasattr(encoder, "base_model") or call.known_of(encoder).stack is None:
@@ -44,7 +44,7 @@ def _encoder(model: Any, shown: Any) -> tuple[Any, bool] | None:
 
 
 def _pools(model: Any) -> bool:
-    """Whether the modules are the library's: a Transformer, a pooling, and others that get its vectors."""
+    """Whether the modules are the library's: a Transformer, a pooling, and modules that process its vectors."""
     modules = list(model.children())
     kinds = [type(module).__name__ for module in modules]
     return (
@@ -64,21 +64,21 @@ def _reads_padding(transformer: Any, pooling: Any) -> bool:
 
 
 def forward(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of the library's `Transformer.forward(features)`, which does not call the model, but its forward pass."""
+    """Wraps `Transformer.forward(features)`, which calls the model's forward pass, not the model."""
     is_ours = not call.is_left_alone() and counters.decided(call.ENTRY_POINT, _is_encoder, module, args)
     if not is_ours:
         return wrapped(*args, **kwargs)
     model = module.model
     features, *others = args
     padding = "unseen" if _states_are_masked.get() else settings.current().padding
-    # What a pass adds to the features must not be there when it is repeated.
+    # A repeated pass must not see what the first attempt has added to the features.
     result = call.run(lambda: wrapped(dict(features), *others, **kwargs), model, {**features, **kwargs}, padding)
     features.update(result)
     return features
 
 
 def _is_encoder(module: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a Transformer that gets such arguments has a model that only encodes."""
+    """Whether a Transformer that gets such arguments has an encoder-only model."""
     model = getattr(module, "model", None)
     is_called = bool(args) and isinstance(args[0], MutableMapping) and hasattr(model, "base_model")
     return is_called and call.known_of(model).stack is not None

@@ -1,7 +1,7 @@
 """The stacks of layers that run without padding.
 
-Those here are known to leave padding out of everything that they compute of tokens: equivalence tests run them. Other
-encoders look at neighbouring positions, in blocks or in convolutions, or adapt to the length of the batch.
+The stacks listed here are known to ignore padding in everything that they compute for tokens: equivalence tests run
+them. Other encoders read neighbouring positions, in blocks or convolutions, or adapt to the length of the batch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ _LIBRARY = "transformers.models."
 _STATES = ("hidden_states", "attention_mask")
 _TOKENS = ("input_ids", "attention_mask", "inputs_embeds")
 Place = tuple[str, str]
-"""The module of a class, behind "transformers.models.", and its name."""
+"""The module of a class, relative to "transformers.models.", and the class's name."""
 
 STACKS: dict[Place, tuple[str, tuple[str, ...]]] = {}
 """How a stack runs, and parameters of its forward pass.
 
-VARLEN: it takes the states of tokens, and looks at other tokens in the library's attention functions alone, wherever
-they are. All sequences are packed in one row.
-BUCKETED: it takes states, and has attention code of its own or positions that are relative. Sequences of about the same
-length are one batch.
-RIGHT_PADDED: likewise, and it counts positions from the first column: padding must be behind the tokens.
+VARLEN: takes the states of tokens, and reads other tokens only in the library's attention functions, wherever they
+are. All sequences are packed in one row.
+BUCKETED: takes states, and has its own attention code or relative positions. Sequences of similar length form a batch.
+RIGHT_PADDED: likewise, but counts positions from the first column: padding must come after the tokens.
 """
 EMBEDDINGS: set[Place] = set()
-"""Embeddings that take each token by itself, and whose sums their model hands to a VARLEN stack as they are."""
+"""Embeddings that process each token independently, and whose model passes them unchanged to a VARLEN stack."""
 
 
 def _add(way: str, given: tuple[str, ...], **classes: str) -> None:
-    """Stacks by the names of their files; behind each, its embeddings if they are known."""
+    """Adds stacks by file name; each value names the stack and, if known, its embeddings."""
     for file, names in classes.items():
         module = f"{file.removesuffix('_text')}.modeling_{file}"
         stack, *embeddings = names.split()
@@ -87,7 +86,7 @@ _add(
 
 
 def way_of(module: Any) -> str | None:
-    """How a module runs without padding; None for one that is no known stack."""
+    """Returns how a module runs without padding; None if it is no known stack."""
     kind = type(module)
     is_librarys = kind.__module__.startswith(_LIBRARY)
     found = STACKS.get((kind.__module__.removeprefix(_LIBRARY), kind.__name__)) if is_librarys else None

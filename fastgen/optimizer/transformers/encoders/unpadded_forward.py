@@ -1,7 +1,7 @@
 """The forward pass of an encoder stack without padding, inside the call of an encoder.
 
-The model's own code makes what goes into the stack, and reads what comes out of it. There, padded positions hold a fill
-value, such as NaN.
+The model's own code computes the stack's inputs, and reads its outputs, in which padded positions hold a fill value,
+such as NaN.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fastgen.optimizer.transformers.encoders import attention, results
 from fastgen.optimizer.transformers.encoders.results import Declined
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
-# What a further bucket costs, in positions: small products are slow, and the model's Python code takes its time.
+# Cost of a further bucket, in positions: small linear ops are slow, and the model's Python code takes time.
 BUCKET_COST = 32
 Buckets = Sequence[tuple[Tensor, slice]]
 _NOT_PER_TOKEN = "results of the layers that are not one for each token"
-# Arguments of a stack that are [batch, positions, ...].
+# Arguments of a stack with the shape [batch, positions, ...].
 _PER_POSITION = ("hidden_states", "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "bbox")
 
-# The tables of these arguments. An index out of range is an error, in padding as well.
+# The embedding tables that these arguments index. An index out of range is an error, even in padding.
 _TABLES = {
     "input_ids": "word_embeddings",
     "token_type_ids": "token_type_embeddings",
@@ -40,20 +40,20 @@ _TABLES = {
 
 
 class Unexpected(Declined):
-    """It needs it because the model does something that those of tested releases do not do."""
+    """The padding is needed because the model does something that no tested release does."""
 
 
 class UnpaddedForward:
     """The forward pass of the stack in one call of an encoder.
 
     Args:
-        mask: [batch, longest], bool: where the tokens are, which padding is behind, in front of, or between.
-        fill: what padded positions hold behind the stack.
-        embeds: embeddings may be those of tokens alone.
+        mask: [batch, longest], bool: where the tokens are. Padding may precede them, follow them, or be among them.
+        fill: the value of padded positions in the stack's output.
+        embeds: embeddings may be computed for tokens only.
         buckets: sequences that run together, and their positions; by default they are found here.
 
     Attributes:
-        longest: the positions of a sequence, padding included.
+        longest: positions of a sequence, padding included.
         has_run: the stack has run without padding.
     """
 
@@ -70,13 +70,13 @@ class UnpaddedForward:
         self._mask, self._buckets = mask, buckets
         self.has_run = False
         self.packing: Packing | None = None  # while the layers run on packed tokens
-        self._row: Packing | None = None  # that on which they have run
+        self._row: Packing | None = None  # the packing that they have run on
         self._made: list[Tensor] = []  # padded states
         self._embedded: tuple[Tensor, Tensor] | None = None  # a stand-in for the embeddings, and the packed ones
         self._attended = 0
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The stack's forward pass."""
+        """Runs the stack's forward pass."""
         self.has_run = True
         bound = inspect.signature(forward).bind(*args, **kwargs)
         given = dict(bound.arguments)
@@ -86,9 +86,10 @@ class UnpaddedForward:
         return self._packed(forward, given) if self._way == VARLEN else self._grouped(forward, given)
 
     def _leaves_out_padding(self, seen: Any) -> bool:
-        """Whether this mask of the layers hides padding from the tokens, and nothing else.
+        """Whether this mask of the layers hides exactly the padding from the tokens.
 
-        [batch, longest], 0 for padding; or [batch, 1, longest or 1, longest], bool or what is added to the scores.
+        Its shape is [batch, longest], with 0 for padding; or [batch, 1, longest or 1, longest], bool or added to the
+        scores.
         """
         if not isinstance(seen, Tensor):
             return False
@@ -113,22 +114,22 @@ class UnpaddedForward:
         return Packing(self._mask)
 
     def may_embed(self) -> bool:
-        """Whether only tokens are embedded, because the layers take packed states, and have not run yet."""
+        """Whether to embed only tokens: the layers take packed states, and have not run yet."""
         return self._embeds and not self.has_run and not self.has_embedded
 
     @property
     def has_embedded(self) -> bool:
-        """Whether the model has a stand-in for its embeddings."""
+        """Whether the model has got a stand-in for its embeddings."""
         return self._embedded is not None
 
     def packed(self, value: Tensor) -> Tensor | None:
-        """A tensor, [batch or 1, longest, ...], packed; None if it has another shape."""
+        """Packs a tensor [batch or 1, longest, ...]; returns None if it has another shape."""
         batch, longest = self._mask.shape
         is_per_position = value.dim() > 1 and value.shape[0] in (1, batch) and value.shape[1] == longest
         return self._tokens.pack(value.expand(batch, *value.shape[1:])) if is_per_position else None
 
     def embedded(self, row: Tensor) -> Tensor:
-        """A stand-in for the embeddings, of which there are the packed ones, [1, total, size], until the layers run."""
+        """Returns a stand-in for the embeddings until the layers run; `row` has the packed ones, [1, total, size]."""
         stand_in = row.new_full((1, 1, 1), math.nan).expand(*self._mask.shape, row.shape[2])
         self._embedded = stand_in, row
         return stand_in
@@ -154,7 +155,7 @@ class UnpaddedForward:
         return results.mapped(result, unpacked)
 
     def _is_row(self, states: Tensor) -> bool:
-        """Whether these are packed. A batch with padding has more positions, or more rows."""
+        """Whether states are packed. A batch with padding has more positions, or more rows."""
         return self._row is not None and states.dim() == 3 and states.shape[:2] == (1, self._row.total)
 
     def _remembered(self, states: Tensor) -> Tensor:
@@ -162,17 +163,17 @@ class UnpaddedForward:
         return states
 
     def padded(self, result: Tensor) -> Tensor:
-        """Packed states with padding between them; other tensors unchanged."""
+        """Unpacks packed states, with padding between them; returns other tensors unchanged."""
         if self._row is None or not self._is_row(result):
             return result
         return self._remembered(self._row.unpack(result, self._fill))
 
     def has_made(self, result: Tensor) -> bool:
-        """Whether these are states of the stack: padded positions hold the fill."""
+        """Whether these are states of the stack, whose padded positions hold the fill value."""
         return any(result is each for each in self._made)
 
     def _packed_argument(self, name: str, value: Any) -> Any:
-        if name == "attention_mask":  # it says the same as the mask
+        if name == "attention_mask":  # it is equivalent to `self._mask`
             return None
         if holds_no_tensor(value):
             return value
@@ -194,7 +195,7 @@ class UnpaddedForward:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """In place of an attention function of the library, while the layers run on packed tokens."""
+        """Replaces the library's attention functions while the layers run on packed tokens."""
         name = attention.changing_argument(kwargs)
         if name is not None:
             raise Unexpected(f"an argument of attention ({name})")
@@ -215,13 +216,13 @@ class UnpaddedForward:
         if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
         buckets = length_buckets.by_mask(self._mask, in_front, cost=BUCKET_COST)
-        if not buckets:  # one bucket, as long as its longest sequence
+        if not buckets:  # a single bucket, as long as its longest sequence
             longest = int(self._mask.sum(dim=1).max())
             buckets = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
         return buckets
 
     def _merged(self, buckets: Buckets, parts: tuple[Any, ...]) -> Any:
-        """A tensor of the batch, from those of its buckets."""
+        """Merges the tensors of the buckets into one of the batch."""
         if all(part is None for part in parts):
             return None
         batch, longest = self._mask.shape
@@ -230,7 +231,7 @@ class UnpaddedForward:
             mask = self._mask[rows, columns]
             if not isinstance(states, Tensor) or states.shape[:1] != mask.shape[:1]:
                 raise Declined(_NOT_PER_TOKEN)
-            is_pooled = states.dim() == 2  # of the first token
+            is_pooled = states.dim() == 2  # one state per sequence, of the first token
             if is_pooled:
                 result = states.new_empty(batch, states.shape[1]) if result is None else result
                 result[rows] = states
@@ -243,7 +244,7 @@ class UnpaddedForward:
         return self._remembered(result) if result is not None and result.dim() == 3 else result
 
     def _part(self, name: str, value: Any, rows: Tensor, columns: slice) -> Any:
-        """The part of an argument that belongs to a bucket."""
+        """Returns the part of an argument that belongs to a bucket."""
         if holds_no_tensor(value):
             return value
         batch, longest = self._mask.shape
@@ -263,7 +264,7 @@ def holds_no_tensor(value: Any) -> bool:
 
 
 def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of the forward pass of a stack."""
+    """Wraps the forward pass of a stack."""
     unpadded = UnpaddedForward.current.get()
     if unpadded is None or module is not unpadded.stack or unpadded.has_run:
         return wrapped(*args, **kwargs)
@@ -271,10 +272,10 @@ def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def embed(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of the forward pass of embeddings: those of tokens alone, where the layers run on one row.
+    """Wraps the forward pass of embeddings: embeds only tokens if the layers run on one packed row.
 
-    Of a batch, most positions may be padding, and embeddings are sums of several tensors of all of them. The layers
-    take the row of tokens. What the model sees of it has the shape of the batch, and is NaN wherever one looks.
+    Most positions of a batch may be padding, and embeddings sum several tensors of all positions. The layers get the
+    packed row. The model sees a stand-in with the shape of the batch, filled with NaN.
     """
     unpadded = UnpaddedForward.current.get()
     if unpadded is None or not unpadded.may_embed():
@@ -295,7 +296,7 @@ def embed(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _positions(module: Any, given: dict[str, Any], longest: int) -> Tensor:
-    """The default positions of the embeddings, [1 or batch, longest]: a token's column, unless they count otherwise."""
+    """Returns the embeddings' default positions, [1 or batch, longest]: a token's column, or as they count."""
     if not hasattr(module, "create_position_ids_from_input_ids"):
         return module.position_ids[:, :longest]
     if "input_ids" in given:
@@ -304,7 +305,7 @@ def _positions(module: Any, given: dict[str, Any], longest: int) -> Tensor:
 
 
 def _has_rows(module: Any, name: str, indices: Any) -> bool:
-    """Whether a table of the embeddings has all of these rows."""
+    """Whether an embedding table contains all of these indices."""
     if name not in _TABLES:
         return True
     table = getattr(module, _TABLES[name], None)
@@ -315,7 +316,7 @@ def _has_rows(module: Any, name: str, indices: Any) -> bool:
 
 
 def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `AttentionInterface.get_interface`."""
+    """Wraps `AttentionInterface.get_interface`."""
     unpadded = UnpaddedForward.current.get()
     if unpadded is not None and unpadded.packing is not None:
         return unpadded.attend

@@ -1,1 +1,1 @@
-"""Low-bit checkpoints: `from_pretrained` gets layers that keep their weights as the file has them."""
+"""Low-bit checkpoints: `from_pretrained` creates layers that keep their weights as they are in the file."""

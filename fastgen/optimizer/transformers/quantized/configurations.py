@@ -1,4 +1,4 @@
-"""What the configuration of a checkpoint says about its weights, and whether FastGen reads them."""
+"""Interprets the quantization configuration of a checkpoint, and decides whether FastGen reads it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.formats import AWQ, GPTQ, PackQuantized
 from fastgen.quantization.quantized_tensor import BITS
 
-# What checkpoints are counted under in `fastgen.stats()`.
+# Name under which `fastgen.stats()` counts checkpoints.
 ENTRY_POINT = "transformers.from_pretrained"
 
 
 class NotServed(Exception):
-    """The checkpoint stays with the library, for this reason."""
+    """The checkpoint is left to the library, for this reason."""
 
 
 class Kept(QuantizationConfigMixin):
-    """The `quantization_config` of a checkpoint as it is in the file, so that it is saved so again."""
+    """The `quantization_config` of a checkpoint as it is in the file, so that saving writes it unchanged."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = copy.deepcopy(dict(values))
@@ -41,7 +41,7 @@ class Kept(QuantizationConfigMixin):
 
 
 def stored(config: Any) -> dict[str, Any]:
-    """The `quantization_config` of a model's configuration, or nothing."""
+    """Returns the `quantization_config` of a model's configuration; {} if there is none."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
@@ -54,10 +54,10 @@ class Method(NamedTuple):
     """A `quant_method` that FastGen reads.
 
     Attributes:
-        form: the format of a checkpoint with this `quantization_config`. Raises NotServed for one that FastGen does not
-            read.
-        library_loads: whether the library has what it needs for such checkpoints.
-        needs: what that is.
+        form: returns the format of a checkpoint with this `quantization_config`. Raises NotServed if FastGen does not
+            read it.
+        library_loads: whether the packages that the library needs for such checkpoints are installed.
+        needs: the names of these packages.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Method(NamedTuple):
 
 
 def method_of(values: Mapping[str, Any]) -> Method | None:
-    """The method of a `quantization_config`; None for one that FastGen does not know."""
+    """Returns the method of a `quantization_config`; None if FastGen does not know it."""
     method = values.get("quant_method")
     return _METHODS.get(str(getattr(method, "value", method)))
 
@@ -126,7 +126,7 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Format:
 
 
 def _group_sizes(*values: Mapping[str, Any]) -> frozenset[int]:
-    """Inputs per group, as far as the configuration says; -1 for one group of all."""
+    """Returns the group sizes (inputs per group) that the configuration gives; -1 for one group per row."""
     found = [each.get("group_size", each.get("q_group_size")) for each in values]
     if any(each.get("strategy") == "channel" for each in values):
         found.append(-1)

@@ -1,8 +1,9 @@
-"""Reading GGUF files: blocks of the types in `fastgen.quantization.gguf` stay blocks, the rest is the library's.
+"""Reads GGUF files: blocks of the types in `fastgen.quantization.gguf` stay packed; the library handles everything
+else.
 
-The library has a processor for each architecture, which turns a tensor of the file into one of the model, and may
-reorder its rows on the way (llama.cpp stores the rows of queries and keys in another order). Blocks lie within rows. So
-the processor is given the numbers of the rows, and what comes back says where each row of blocks goes.
+For each architecture, the library has a processor that converts tensors of the file into tensors of the model, and may
+reorder their rows (llama.cpp stores the rows of queries and keys in another order). Blocks lie within rows. FastGen
+therefore passes row numbers through the processor; its output tells where each row of blocks belongs.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 from fastgen.quantization.layers import note_format
 
 _LIBRARYS: Any = releases.gguf_quantizer()
-_MAX_ROWS = 2**23  # whose numbers, times two, float32 holds
+_MAX_ROWS = 2**23  # float32 represents twice this number exactly
 
 
 class _Kept(NamedTuple):
     """A tensor that stays in blocks."""
 
-    layer: str  # of the model
+    layer: str  # in the model
     type: BlockType
     data: NDArray[np.uint8]  # in the file, [rows, bytes]
     order: NDArray[np.int64]  # row i of the layer is row order[i] of the file
 
 
 def replaces(quantizer: Any) -> bool:
-    """Whether this is the library's quantizer that `GgufBlocksQuantizer` stands for."""
+    """Whether this is the library's quantizer that `GgufBlocksQuantizer` replaces."""
     return type(quantizer) is _LIBRARYS
 
 
 class GgufBlocksQuantizer(_LIBRARYS):
-    """What the library calls around the loading of a GGUF file."""
+    """The hooks that the library calls while it loads a GGUF file."""
 
     def __init__(self, config: Any, keep: KeepBits, **named: Any) -> None:
         super().__init__(config, **named)
         self._keep = keep
-        self._kept: dict[str, _Kept] = {}  # by their names in the file
+        self._kept: dict[str, _Kept] = {}  # by name in the file
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         if self.supported:
@@ -74,7 +75,7 @@ class GgufBlocksQuantizer(_LIBRARYS):
         for kind in sorted(self._file.other_types):
             counters.count_not_used(ENTRY_POINT, f"gguf: weights of type {kind}, which are unpacked")
         del self._file
-        self._kept = {}  # which holds the file
+        self._kept = {}  # they refer to the file's memory
         note_format(model, "gguf")
         counters.count_accelerated(ENTRY_POINT)
         return model
@@ -95,7 +96,7 @@ def _stored(kept: _Kept) -> tuple[Blocks, dict[str, Tensor]]:
 
 
 class _File:
-    """A GGUF file, as the library's processor for its architecture reads it into a model."""
+    """A GGUF file, read into a model by the library's processor for its architecture."""
 
     def __init__(self, path: str, model: Any) -> None:
         self._reader = gguf.GGUFReader(path)
@@ -104,10 +105,10 @@ class _File:
         kind = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
         self._processor = kind(config=config)
         self._names = library.get_gguf_hf_weights_map(model, self._processor)
-        self.other_types: set[str] = set()  # low-bit weights that are unpacked
+        self.other_types: set[str] = set()  # low-bit types whose weights are unpacked
 
     def blocks(self, model: Any) -> dict[str, _Kept]:
-        """What can stay in blocks: tensors of known types whose rows become the rows of a layer's weight."""
+        """Returns what can stay in blocks: tensors of known types whose rows become rows of a layer's weight."""
         found = {}
         for tensor in self._reader.tensors:
             kept = self._block(model, tensor)
@@ -127,7 +128,7 @@ class _File:
         try:
             self._process(tensor.name, numbered, processed, torch.float32)
         except (ValueError, KeyError, IndexError):
-            return None  # it looks at whole rows: left to the library, which unpacks them
+            return None  # it needs whole rows: the library unpacks the tensor
         if len(processed) != 1:
             return None
         ((name, result),) = processed.items()
@@ -139,7 +140,7 @@ class _File:
         return None if order is None else _Kept(layer, kind, tensor.data, order)
 
     def _process(self, name: str, values: NDArray[Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Puts what the processor makes of a tensor among those of the model, by their names."""
+        """Processes a tensor and stores the results in `tensors`, under the model's names."""
         result = self._processor.process(
             weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": tensors}
         )
@@ -147,7 +148,7 @@ class _File:
             tensors[self._names[result.name]] = torch.from_numpy(np.copy(result.weights)).to(dtype)
 
     def unpacked(self, kept: dict[str, _Kept], dtype: torch.dtype) -> dict[str, Tensor]:
-        """All other tensors in floating point, by names of the model."""
+        """Returns all other tensors in floating point, under the model's names."""
         tensors: dict[str, Tensor] = {}
         for tensor in self._reader.tensors:
             if tensor.name not in kept:
@@ -156,7 +157,7 @@ class _File:
 
 
 def _row_order(processed: NDArray[np.float32]) -> NDArray[np.int64] | None:
-    """Where the rows of numbered pairs have gone; None if more has happened to them."""
+    """Returns where numbered pairs, one per row, have moved to; None if they have changed otherwise."""
     if processed.ndim != 2 or processed.shape[1] != 2:
         return None
     first = processed[:, 0].astype(np.int64)

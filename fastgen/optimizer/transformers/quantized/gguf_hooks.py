@@ -1,4 +1,4 @@
-"""The hooks around the reading of GGUF files: one line for a damaged file, less time and memory for the others."""
+"""Hooks around reading GGUF files: a one-line error for damaged files, and less time and memory for valid ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 from fastgen import patching, settings
 from fastgen.quantization.checkpoint import ADVICE
 
-# Whether the model that is loaded keeps the blocks of its file.
+# Whether the model being loaded keeps the blocks of its file.
 keeping: ContextVar[bool] = ContextVar("fastgen_keeps_blocks", default=False)
-# While a GGUF file is read into a model: the names of tensors in such files, by architecture and number of layers.
+# While a GGUF file is loaded: cached maps of tensor names, by architecture and number of layers.
 _name_maps: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("fastgen_gguf_names", default=None)
 
 
 def reading_gguf() -> AbstractContextManager[None]:
-    """Inside this block `name_map` makes each map once."""
+    """A context in which `name_map` builds each map once."""
     return patching.held(_name_maps, {})
 
 
 def gguf_reader(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `GGUFReader.__init__`: a reader of the library's, or of FastGen's, becomes a plain one (`_plain_reader`).
+    """Wraps `GGUFReader.__init__`: turns a reader made by the library or by FastGen into a plain one (`_plain_reader`).
 
-    Those of other users of the package gguf stay as they are. Raises as `read_gguf` does.
+    Readers of other users of the package gguf are not changed. Raises the same errors as `read_gguf`.
     """
-    caller = sys._getframe(2).f_globals.get("__name__", "")  # behind what stands for the constructor
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # skips the constructor's wrapper
     if not patching.is_active() or caller.partition(".")[0] not in ("transformers", "fastgen"):
         return wrapped(*args, **kwargs)
     plain = _plain_reader()
@@ -41,10 +41,10 @@ def gguf_reader(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
 
 @functools.cache
 def _plain_reader() -> type[Any]:
-    """A reader whose parts are plain arrays. As slices of a memory map, each of them has a dictionary of its own.
+    """Returns a reader class whose parts are plain arrays. Slices of a memory map would each have a dictionary.
 
-    A vocabulary has three parts for each token: with 49,152 tokens the header takes 70 MiB in place of 157 while it is
-    read, and a third of the time.
+    A vocabulary has three parts for each token: with 49,152 tokens, reading the header takes 70 MiB instead of 157, and
+    a third of the time.
     """
     import gguf
     import numpy
@@ -57,7 +57,7 @@ def _plain_reader() -> type[Any]:
 
 
 def name_map(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `gguf.get_tensor_name_map`, which the library asks anew for every module of a model."""
+    """Wraps `gguf.get_tensor_name_map`, which the library calls again for every module of a model."""
     made = _name_maps.get()
     if made is None:
         return wrapped(*args, **kwargs)
@@ -68,10 +68,10 @@ def name_map(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], 
 
 
 def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around what reads the header of a GGUF file, and trips over a damaged one wherever that is.
+    """Wraps the functions that read the header of a GGUF file, which fail anywhere on a damaged one.
 
-    It raises ValueError, on one line with the name of the file. Where nobody has asked for bits that are kept, the
-    library's own errors stay.
+    Raises ValueError, in one line with the file's name. If nobody has asked to keep bits, the library's own errors are
+    raised.
     """
     try:
         return wrapped(*args, **kwargs)

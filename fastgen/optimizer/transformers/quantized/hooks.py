@@ -1,9 +1,9 @@
-"""The hooks: which checkpoints `from_pretrained` reads into layers that keep the weights in their bits.
+"""Hooks that decide which checkpoints `from_pretrained` loads into layers that keep low-bit weights.
 
-The library asks `get_hf_quantizer` for what prepares a model for its checkpoint. Where bits are to be kept it gets
-FastGen's: because the call, a setting or the checkpoint asks for it, or because the library lacks what it needs for the
-format. Otherwise the answer is the library's. What only the files tell comes out later: then `from_pretrained` is
-repeated with the library's own.
+The library calls `get_hf_quantizer` for the object that prepares a model for its checkpoint. It gets FastGen's if bits
+are to be kept: because the call, a setting or the checkpoint asks for it, or because the library lacks a package for
+the format. Otherwise it gets its own. If only the files reveal that FastGen cannot serve them, `from_pretrained` is
+repeated with the library's own quantizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=
 
 
 def from_pretrained(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `PreTrainedModel.from_pretrained`: repeats the call for a checkpoint that turns out not to be served."""
+    """Wraps `PreTrainedModel.from_pretrained`: repeats the call if FastGen turns out not to serve the checkpoint."""
     asked = _asked(kwargs.get("quantization_config"))
     is_keeping = asked is not None or settings.current().keep_bits
     is_gguf = kwargs.get("gguf_file") is not None and patching.is_active()
@@ -43,9 +43,9 @@ def from_pretrained(wrapped: Callable[..., Any], instance: Any, args: tuple[Any,
 
 
 def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `get_hf_quantizer`: FastGen's quantizer where bits are to be kept.
+    """Wraps `get_hf_quantizer`: returns FastGen's quantizer if bits are to be kept.
 
-    `KeepBits` is taken out of the call: the library compares the class of what it is given with that of the file.
+    Removes `KeepBits` from the call, because the library compares the class of this argument with that in the file.
     """
     bound = patching.bound(wrapped, args, kwargs)
     if bound is None:
@@ -72,7 +72,7 @@ def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
 def resize_token_embeddings(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Around `PreTrainedModel.resize_token_embeddings`: embeddings that get another size become ordinary ones first."""
+    """Wraps `PreTrainedModel.resize_token_embeddings`: unpacks low-bit embeddings before their size changes."""
     if patching.is_active():
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         _unpack_embeddings(instance, given.get("new_num_tokens"), given.get("pad_to_multiple_of"))
@@ -98,7 +98,7 @@ def _asked(quantization_config: Any) -> KeepBits | None:
 
 
 def _decline(reason: NotServed, asked: KeepBits | None) -> None:
-    """The checkpoint goes to the library; whoever has asked for its bits is told."""
+    """Leaves the checkpoint to the library, and warns if the user has asked to keep its bits."""
     counters.count_fallback(ENTRY_POINT, str(reason))
     if asked is not None or settings.current().keep_bits:
         message = f"FastGen does not keep the bits of this checkpoint, which Transformers loads as it does: {reason}"
@@ -106,7 +106,7 @@ def _decline(reason: NotServed, asked: KeepBits | None) -> None:
 
 
 def _for_checkpoint(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any, Any, Any] | None:
-    """What `get_hf_quantizer` returns where bits are kept; None where the library's answer holds."""
+    """Returns what `get_hf_quantizer` returns if bits are kept; None to use the library's answer."""
     config, device_map = given["config"], given["device_map"]
     stored = configurations.stored(config)
     method = configurations.method_of(stored)
@@ -115,7 +115,7 @@ def _for_checkpoint(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any,
             what = stored.get("quant_method", "floating point")
             raise NotServed(f"weights in {getattr(what, 'value', what)} are no format that FastGen keeps")
         return None
-    # The `quantization_config` of `fastgen-quantize` asks for it.
+    # The `quantization_config` that `fastgen-quantize` writes asks for it.
     is_asked_for = asked is not None or settings.current().keep_bits or stored.get(IN_CONFIG) is True
     if not is_asked_for and method.library_loads():
         return None
@@ -133,7 +133,7 @@ def _for_checkpoint(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any,
 def _for_gguf(
     library: Callable[[], tuple[Any, Any, Any]], given: dict[str, Any], asked: KeepBits | None
 ) -> tuple[Any, Any, Any]:
-    """The library's answer for a GGUF file, with FastGen's quantizer in place of the library's."""
+    """Returns the library's answer for a GGUF file, with FastGen's quantizer in place of the library's."""
     _check_call(given["quantization_config"], given["device_map"])
     try:
         from fastgen.optimizer.transformers.quantized.gguf import GgufBlocksQuantizer, replaces
@@ -146,7 +146,7 @@ def _for_gguf(
 
 
 def _check_call(quantization_config: Any, device_map: Any) -> None:
-    """Raises NotServed for arguments of `from_pretrained` that ask for something else than weights on one device."""
+    """Raises NotServed for arguments of `from_pretrained` that ask for anything but weights on one device."""
     if quantization_config is not None:
         raise NotServed("the call has a quantization_config of its own")
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
@@ -162,7 +162,7 @@ def _check_call(quantization_config: Any, device_map: Any) -> None:
 
 
 def _device(place: Any) -> torch.device:
-    """Raises NotServed for what is none, such as "auto" and "disk"."""
+    """Converts a place to a device. Raises NotServed for places that are none, such as "auto" and "disk"."""
     try:
         return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
     except (RuntimeError, TypeError):

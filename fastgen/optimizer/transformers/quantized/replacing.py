@@ -1,4 +1,4 @@
-"""Layers of a model that are replaced by layers on low-bit weights, and back."""
+"""Replaces layers of a model by layers with low-bit weights, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastgen.quantization.layers import (
 
 
 class QuantizedConv1D(QuantizedLinearLayer, Conv1D):
-    """In the place of the library's Conv1D, whose weight is [K, N]."""
+    """Replaces the library's Conv1D, whose weight is [K, N]."""
 
     transposed = True
 
@@ -34,7 +34,7 @@ class QuantizedConv1D(QuantizedLinearLayer, Conv1D):
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:
-    """N and K of a layer that can be replaced; None for any other module."""
+    """Returns N and K of a layer that can be replaced; None for any other module."""
     if type(module) is nn.Linear:
         return module.out_features, module.in_features
     if type(module) is Conv1D:
@@ -45,7 +45,7 @@ def sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def replacement(module: nn.Module, form: Format, stored: Mapping[str, Tensor]) -> QuantizedWeight:
-    """A layer for the tensors `stored`, on the device "meta", in place of one that `sizes` knows."""
+    """Returns a layer for the tensors `stored`, on the device "meta", that replaces one accepted by `sizes`."""
     shape = sizes(module)
     assert shape is not None
     dtype = module.get_parameter("weight").dtype
@@ -56,12 +56,12 @@ def replacement(module: nn.Module, form: Format, stored: Mapping[str, Tensor]) -
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """The model's layers on low-bit weights, by name."""
+    """Returns the model's layers with low-bit weights, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
 
 
 def tied_to(model: Any, layer: str) -> list[str]:
-    """The other layers that have the weight of this one."""
+    """Returns the other layers that share this layer's weight."""
     weight, tied = f"{layer}.weight", model.all_tied_weights_keys
     source = tied.get(weight, weight)
     group = {source, *(target for target, of in tied.items() if of == source)}
@@ -69,15 +69,16 @@ def tied_to(model: Any, layer: str) -> list[str]:
 
 
 class Replaced:
-    """Layers of a model on low-bit weights from its files; what is tied to one of them has its weight.
+    """Replaces layers of a model by layers with low-bit weights from its files; layers tied to one of them share its
+    weight.
 
     Attributes:
-        shared: those that have the weight of another one, by their names, with the name of that one.
+        shared: maps the name of each layer that shares a weight to the name of the layer that owns it.
     """
 
     def __init__(self, model: Any, stored: Mapping[str, tuple[Format, Mapping[str, Tensor]]]) -> None:
-        """Puts them in the place of the model's own: for each that the files have, its format and tensors on "meta"."""
-        # In the files as well, and of its own: not tied.
+        """Replaces the model's layers; `stored` has the format and the "meta" tensors of each layer in the files."""
+        # A layer with its own weight in the files is not tied.
         self.shared = {other: name for name in stored for other in tied_to(model, name) if other not in stored}
         for name, (form, tensors) in stored.items():
             model.set_submodule(name, replacement(model.get_submodule(name), form, tensors))
@@ -86,16 +87,17 @@ class Replaced:
         handled = {f"{name}.weight" for name in (*self.shared, *stored)}
         tied = model.all_tied_weights_keys
         handled_ties = {target: source for target, source in tied.items() if {target, source} & handled}
-        # As the library had them, for a model that is unpacked again. Those of two weights in the files were none.
+        # The library's ties, for unpacking the model again. Two layers with their own weights in the files were not
+        # tied.
         shared = {f"{name}.weight" for name in self.shared}
         self._ties = {target: source for target, source in handled_ties.items() if {target, source} & shared}
         for target in handled_ties:
             del tied[target]
 
     def pack(self, model: nn.Module, activations: str | None) -> None:
-        """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit.
+        """Packs the loaded tensors. Raises ValueError, with the layer's name, if a tensor does not fit.
 
-        `activations` of these layers are "float" or "int8"; None: as the settings say.
+        `activations` of these layers are "float" or "int8"; None: as in the settings.
         """
         layers = quantized_layers(model)
         for layer in layers.values():
@@ -111,13 +113,13 @@ class Replaced:
             layers[name].share(layers[source])
 
     def dequantize(self, model: Any, dtype: torch.dtype | str) -> None:
-        """Puts plain layers with the same weights, in this dtype, in their place, tied as they were."""
-        # A name is what the library notes in a configuration.
+        """Replaces low-bit layers by plain ones with the same weights, in this dtype, tied as before."""
+        # The library may pass the name that it stores in a configuration.
         kind: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self._unpack(model, list(quantized_layers(model)), kind)
 
     def unpack(self, model: Any, layers: Collection[nn.Module]) -> None:
-        """`dequantize` for some layers, and those that share their weights."""
+        """As `dequantize`, for some layers and those that share their weights."""
         memory = {layer.packed.qweight.data_ptr() for layer in layers if isinstance(layer, QuantizedWeight)}
         found = quantized_layers(model).items()
         self._unpack(model, [name for name, layer in found if layer.packed.qweight.data_ptr() in memory], None)

@@ -1,4 +1,4 @@
-"""Reading GPTQ, AWQ and pack-quantized checkpoints: the files say which layers are low-bit."""
+"""Reads GPTQ, AWQ and pack-quantized checkpoints: the files tell which layers are low-bit."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _DTYPES = {
 
 
 class StoredQuantizer(HfQuantizer):
-    """What the library calls around the loading of a checkpoint.
+    """The hooks that the library calls while it loads a checkpoint.
 
-    `instead_of` is the method that the library lacks something for, where nobody has asked for this.
+    `instead_of` is the method for which the library lacks packages, if nobody has asked FastGen to load the checkpoint.
     """
 
-    requires_calibration = True  # the library makes no such checkpoints
+    requires_calibration = True  # the library cannot create such checkpoints
 
     def __init__(self, config: Kept, form: Format, keep: KeepBits, instead_of: Method | None = None) -> None:
         super().__init__(config)
@@ -50,7 +50,7 @@ class StoredQuantizer(HfQuantizer):
         self.replaced = replacing.Replaced(model, {path: (self.form, tensors) for path, tensors in found.items()})
 
     def _check(self, model: Any, path: str, tensors: Mapping[str, Tensor], others: set[str]) -> None:
-        """Raises NotServed for a layer that cannot be replaced; `others` have a weight of their own in the files."""
+        """Raises NotServed for a layer that cannot be replaced; `others` have a plain weight in the files."""
         module = model.get_submodule(path)
         sizes = replacing.sizes(module)
         is_embedding = isinstance(module, nn.Embedding)
@@ -71,7 +71,7 @@ class StoredQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """What is saved: the weight of tied layers once, as it was read."""
+        """Returns the tensors to save: the weight of tied layers once, as it was read."""
         if not self.replaced.shared:
             return None, {}
         state = model.state_dict()
@@ -93,7 +93,7 @@ _told: set[str] = set()
 
 
 def _tell(method: Method) -> None:
-    """Says once that FastGen serves such checkpoints without being asked."""
+    """Warns once that FastGen loads such checkpoints without being asked."""
     if method.name not in _told:
         _told.add(method.name)
         message = (
@@ -104,13 +104,13 @@ def _tell(method: Method) -> None:
 
 
 def _names(model: Any, name: str) -> tuple[str, str, str]:
-    """What the layer may be called in the files, or in the model."""
+    """Returns the names that the layer may have in the files, or in the model."""
     prefix = f"{model.base_model_prefix}."
     return name, name.removeprefix(prefix), prefix + name
 
 
 def _path(model: Any, name: str) -> str:
-    """The module that a layer of the files is."""
+    """Returns the model's module for a layer of the files."""
     for path in _names(model, name):
         try:
             model.get_submodule(path)
@@ -127,10 +127,10 @@ def _has_short_group(tensors: Mapping[str, Tensor], inputs: int, group_sizes: Co
 
 
 def _layers(files: Iterable[str] | None, form: Format) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
-    """{layer: {tensor: its shape and dtype, on "meta"}} of the low-bit layers, and the layers with a plain weight.
+    """Returns {layer: {tensor: its shape and dtype, on "meta"}} of low-bit layers, and the layers with a plain weight.
 
     Raises:
-        NotServed: something about them is not known.
+        NotServed: a layer has unknown tensors, or the format is unknown.
         ValueError: a file cannot be read.
     """
     mark, known = form.tensors[0], {*form.tensors, "bias"}
@@ -147,7 +147,7 @@ def _layers(files: Iterable[str] | None, form: Format) -> tuple[dict[str, dict[s
                     layers[layer][tensor] = torch.empty(piece.get_shape(), dtype=dtype or torch.uint8, device="meta")
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read ({error}): {ADVICE}") from None
-    # Scales of activations come with layers of their own.
+    # Some files contain scales of activations as separate layers.
     others = [name for name, found in layers.items() if mark not in found and known - {"bias"} & found.keys()]
     plain = {name for name, found in layers.items() if "weight" in found}
     layers = {name: found for name, found in layers.items() if mark in found}

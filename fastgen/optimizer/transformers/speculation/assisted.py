@@ -1,7 +1,7 @@
-"""Calls of `generate` that ask for assisted generation: what of them FastGen's speculative decoding serves.
+"""Calls of `generate` that request assisted generation, and which of them FastGen's speculative decoding serves.
 
-Such a call becomes a plain one, with a draft that the decoding loop finds in the state of the call. If it cannot be
-used there after all, the call goes on without one, with the same tokens. Anything else is left to the library.
+Such a call becomes a plain call with a draft, which the decoding loop finds in the state of the call. If the draft
+cannot be used after all, the call continues without it and gives the same tokens. Other calls are left to the library.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fastgen.optimizer.transformers.models import (
 )
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Draft, EarlyExitDraft, LookupDraft
 
-# What asks for assisted generation, as an argument or in the generation config.
+# Options that request assisted generation, as arguments or in the generation config.
 _MODELS = ("assistant_early_exit", "assistant_model")
 OPTIONS = ("prompt_lookup_num_tokens", *_MODELS)
-# With these the call is left to the library.
+# Calls with these options are left to the library.
 _NOT_SERVED = (
     "assistant_tokenizer", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha",
     *releases.ASSISTANCE, *releases.CACHE_NAMES,
@@ -43,35 +43,35 @@ _WITH_STATE = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuida
 
 
 class Request:
-    """What a call of `generate` with these arguments asks for."""
+    """The options of a call of `generate` with these arguments."""
 
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
         self.model, self.arguments = model, arguments
         self._given, self._own = arguments.get("generation_config"), model.generation_config
 
     def asked(self, name: str) -> Any:
-        """An argument, or what stands for it in the generation config given."""
+        """Returns an argument, or the option of this name in the generation config that was passed."""
         value = self.arguments.get(name)
         return value if value is not None else getattr(self._given, name, None)
 
     def option(self, name: str) -> Any:
-        """The same, or what the model's own generation config says."""
+        """Returns the same, or else the option in the model's own generation config."""
         value = self.asked(name)
         return value if value is not None else getattr(self._own, name, None)
 
     @property
     def rows(self) -> int:
-        """How many sequences are generated."""
+        """Number of sequences that are generated."""
         names = ("inputs", "input_ids", self.model.main_input_name, "inputs_embeds", "decoder_input_ids")
         inputs = map(self.arguments.get, names)
         rows = [value.shape[0] for value in inputs if isinstance(value, Tensor) and value.dim()]
         return max(rows, default=1) * (self.asked("num_return_sequences") or self._own.num_return_sequences or 1)
 
     def runs_users_code(self) -> bool:
-        """Whether the call runs code of the user's that may tell the library's drafts from FastGen's.
+        """Whether the call runs user code that could tell the library's drafts from FastGen's.
 
-        Processors see them. Criteria and streamers get what is accepted of a draft at once; of several sequences, for
-        which the library has no drafts, they get what they would without.
+        Processors see drafted tokens. Criteria and streamers get all accepted tokens of a draft at once. For several
+        sequences, for which the library has no drafts, they get the same as without a draft.
         """
         given = self.arguments
         if given.get("prefix_allowed_tokens_fn") or user_code.has_own(given.get("logits_processor") or ()):
@@ -96,9 +96,9 @@ class Request:
         )
 
     def library_differs(self) -> bool:
-        """Whether the library's drafts give other tokens than FastGen's: it has some for one sequence only.
+        """Whether the library's drafts give other tokens than FastGen's. The library only drafts for one sequence.
 
-        With the same seed, it draws others. And where a processor of its own keeps a state, rejected tokens enter that.
+        With the same seed, it draws other tokens. If one of its processors keeps a state, rejected tokens affect it.
         """
         draws = self.option("do_sample") and settings.current().assisted_sampling != "fastgen"
         watermark = self.option("watermarking_config")
@@ -110,9 +110,9 @@ class Request:
 
 
 def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dict[str, Any]]:
-    """What drafts in a call that asks for it, and the arguments of the call without that.
+    """Returns the draft of a call that requests one, and the call's arguments without that request.
 
-    None, and the arguments as they are, if the call does not ask, or is left to the library.
+    Returns None and the unchanged arguments if the call requests no draft, or is left to the library.
     """
     request = Request(model, arguments)
     asked = [name for name in OPTIONS if request.asked(name) is not None]
@@ -139,7 +139,7 @@ def _draft(request: Request, name: str) -> Draft | None:
     if name == "assistant_model":
         return _assistant(request, value)
     if type(value) is not int or value < 1:
-        return None  # the library says what is wrong with it
+        return None  # the library reports what is wrong with it
     if name == "assistant_early_exit":
         layers = getattr(getattr(model, model.base_model_prefix, None), "config", None)
         count = getattr(layers, "num_hidden_layers", None)
@@ -155,7 +155,7 @@ def _draft(request: Request, name: str) -> Draft | None:
 
 
 def _assistant(request: Request, assistant: Any) -> Draft | None:
-    """Another model that has an encoder if the first has one, which reads the same, and has the same vocabulary."""
+    """Returns a draft by another model of the same vocabulary, which has an encoder if the first model has one."""
     model, given = request.model, request.arguments
     if not isinstance(assistant, PreTrainedModel) or assistant is model or unsupported(assistant) is not None:
         return None
@@ -176,7 +176,7 @@ def _assistant(request: Request, assistant: Any) -> Draft | None:
     threshold = own.assistant_confidence_threshold
     if threshold is not None and type(threshold) not in (int, float):
         return None
-    # What the user has said of how many tokens to draft, in the call or, as the library has it, in the assistant.
+    # The number of tokens to draft that the user has set, in the call or, as in the library, in the assistant.
     count = request.asked("num_assistant_tokens") or own.num_assistant_tokens
     name = request.asked("num_assistant_tokens_schedule") or own.num_assistant_tokens_schedule
     schedule = Schedule(count, name or "constant") if type(count) is int and count > 0 else None

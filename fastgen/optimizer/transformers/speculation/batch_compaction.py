@@ -1,7 +1,7 @@
-"""Batch compaction: rows that have finished leave the batch, and the others go on in a step of fewer inputs.
+"""Batch compaction: finished rows leave the batch, and the others continue in a step for fewer inputs.
 
-Such a step does less in each iteration, but has to be recorded first. It is, once iterations would have saved as many
-seconds as recording the larger one took: then no call has lost more than twice what it had to.
+The smaller step takes less time per iteration, but has to be recorded first. It is recorded once it would have saved as
+many seconds as recording the larger one took. So no call has lost more than twice the unavoidable time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fastgen.optimizer.transformers.speculation.drafting import Drafting, length
 
 
 def smaller_key(drafting: Drafting) -> Key | None:
-    """The key of the smallest step for all inputs that go on; None if it has more than half of this one's.
+    """Returns the key of the smallest step for all unfinished inputs; None if it has more than half of this one's.
 
-    The larger steps stay until the call ends: so together, they have less than twice the memory of the first one.
+    The larger steps stay until the call ends, so all together have less than twice the memory of the first one.
     """
     key = drafting.key
     if key.batch == 1:
@@ -37,30 +37,30 @@ def smaller_key(drafting: Drafting) -> Key | None:
 
 
 def remaining(drafting: Drafting, size: int) -> Tensor:
-    """[size], int64: the inputs that go on, and as many finished ones as fill the batch, in order."""
+    """Returns [size], int64: the unfinished inputs, and as many finished ones as fill the batch, in order."""
     has_finished = ~drafting.search.unfinished.any(dim=1)
     return has_finished.byte().argsort(stable=True)[:size].sort().values
 
 
 def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> bool:
-    """Whether the inputs that go on move to a step of this smaller key now. To be asked in each iteration.
+    """Whether the unfinished inputs should move to a step of this smaller key now. To be called in each iteration.
 
     Args:
         length: tokens drafted in the last iteration.
-        tokens: that the rows may still get, at the most.
+        tokens: the most that the rows may still get.
     """
     if settings.current().captured_step == "always":
         return not graph_cache.is_refused(model, key)
     step = graph_cache.kept(model, key)
     kept = None if step is None else step.drafting
-    # Iterations of the smaller step draft about as many of each row.
+    # Iterations of the smaller step draft about as many tokens per row.
     place = min(sum(each < length for each in drafting.lengths), len(drafting.lengths) - 1)
     length, smaller = drafting.lengths[place], lengths_of(key)[place]
     now = drafting.costs.iterations().get(length)
     if now is None or drafting.costs.seconds(length + 1) is None or graph_cache.is_refused(model, key):
         return False
     if kept is not None and not kept.costs.allows(smaller):
-        kept = None  # calls with so few rows are about to prepare it
+        kept = None  # calls with so few rows have not prepared it yet
     if kept is not None and kept.costs.knows(has_model=False):
         saved = now - kept.costs.iterations()[smaller]
     else:
@@ -71,5 +71,5 @@ def pays(model: Any, drafting: Drafting, key: Key, length: int, tokens: int) -> 
     ledger = Ledger.of(model)
     if ledger.lose(key, max(saved, 0.0)) < drafting.seconds_of_first_runs:
         return False
-    ledger.is_repaid(key)  # should the step be dropped, it has to pay again
+    ledger.is_repaid(key)  # if the step is dropped, it has to pay again
     return True

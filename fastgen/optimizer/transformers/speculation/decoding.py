@@ -1,4 +1,4 @@
-"""One call with speculative decoding, after its prefill."""
+"""Runs one call with speculative decoding, after its prefill."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
 
 ENTRY_POINT = counters.DRAFTS
-# Of a step, that are recorded at first: a draft, and what verifies it. Without one, a step of the plain call does.
+# Parts that have to be recorded first: a draft, and its verify. Without a draft, the plain call's step serves.
 _PARTS = 2
-# Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
+# If another model drafts, buffers have room for all new tokens. Calls for more tokens use the library's loop.
 _MOST_AT_ONCE = 2**16
 
-# Of the calls of a model by the kind of their draft, and their rows.
+# Back-offs of the calls of a model, by the kind of their draft and their number of rows.
 _back_offs: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
 
 
 def seconds_of_step(model: Any, key: Key) -> float | None:
-    """What a plain step of this key was measured to take in the last calls; None if no such step is kept."""
+    """Returns the measured seconds of a plain step of this key in the last calls; None if no such step is kept."""
     step = graph_cache.kept(model, key)
     return min(step.seconds_of_calls) if step is not None and step.seconds_of_calls else None
 
 
 class SpeculativeDecoding(Decoding):
-    """Draft-verify iterations, until all sequences are finished. Raises CannotBeCaptured before anything is changed."""
+    """Runs draft-verify iterations to the end. Raises CannotBeCaptured before anything is changed."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
@@ -62,7 +62,7 @@ class SpeculativeDecoding(Decoding):
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments = arguments
         reason = why_no_drafts(call.model)
-        if reason is not None:  # before anything is made for the call
+        if reason is not None:  # checked before anything is made for the call
             raise CannotBeCaptured(reason)
         kind = type(draft), arguments["input_ids"].shape[0]
         self._back_off = _back_offs.setdefault(call.model, {}).setdefault(kind, draft_length.of_calls())
@@ -75,7 +75,7 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a sliding window")
         is_returned = self.config.return_dict_in_generate or call.cache_is_the_users
         if is_returned and len(self._input_ids) > 1 and self.prompt.eos:
-            # Rows that are finished go on in the library, which returns what they store and score then.
+            # The library continues finished rows, and returns what they store and score after their ends.
             raise CannotBeCaptured("a returned cache of sequences that end one by one")
         if positions_of_step(self.model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
@@ -83,15 +83,15 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a call of so few tokens that drafts might lose time")
 
     def _is_too_short(self) -> bool:
-        """Whether the call may lose too little time for a draft, by what is known before it has its step.
+        """Whether drafts could lose too much time in so short a call, by what is known before it has its step.
 
-        What is known may be wrong: after many such calls, it is measured again.
+        The times may be wrong, so they are measured again after many such calls.
         """
         step, plain_step = (graph_cache.kept(self.model, key) for key in (self._key, self._plain_key))
         is_served = plain_step is not None or not self._must_pay  # a call without drafts must have a step, too
         if step is None or not is_served:
             return False
-        # Plain calls of a few tokens do not say what a step takes: a verify without a draft takes about as long.
+        # Plain calls of few tokens do not measure their step. A verify without a draft takes about as long.
         costs = step.drafting.costs
         costs.plain = seconds_of_step(self.model, self._plain_key)
         if can_begin(costs, self.prompt.new_tokens):
@@ -115,21 +115,21 @@ class SpeculativeDecoding(Decoding):
         return type(result)(**{**result, "scores": scores, "logits": logits})
 
     def _steps_asked_for(self) -> int:
-        """Steps that the call is likely to make."""
+        """Returns the number of steps that the call is likely to make."""
         return min(self.prompt.new_tokens, pays.STEPS_OF_A_CALL) if self.prompt.eos else self.prompt.new_tokens
 
     def _steps_before_capture(self) -> int:
         at_once_from = self._draft.recorded_at_once_from
         if not self._must_pay or (at_once_from is not None and self.prompt.new_tokens >= at_once_from):
             return 0
-        # There are several parts to be recorded: it takes more steps until they have paid.
+        # Several parts have to be recorded, which takes more steps to pay.
         parts = 1 if at_once_from is not None else _PARTS
         if not self._ledger.has_asked_for(self._key, -(-self._steps_asked_for() // parts), pays.ASKED_FOR):
             raise CannotBeCaptured(counters.NOT_YET)
         return 0
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> DecodeStep:
-        # So do the positions that are verified: what is drafted would change what is in front of it.
+        # Verified positions depend on each other, too: drafted tokens would change results of those before them.
         if self._call.rows_depend_on_each_other:
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
         kind = RaggedDrafting if self._key.draft.is_ragged else Drafting
@@ -138,14 +138,14 @@ class SpeculativeDecoding(Decoding):
     def _make_key(self) -> Key:
         self._plain_key = key = super()._make_key()
         draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, False, any(self._records()))
-        # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
+        # Another model's draft is made for the step's buffers, so the step is not exchanged for a larger one.
         if self._draft.has_buffers and self._needed.new > _MOST_AT_ONCE:
             raise CannotBeCaptured(f"another model drafts, for more than {_MOST_AT_ONCE} tokens")
         sizes = self._rounded_sizes(at_once=self._draft.has_buffers)
-        # Criteria are looked at between the iterations, and scores are kept there.
+        # Between the iterations, the host evaluates criteria and keeps scores.
         key = replace(key, width=LENGTHS[-1] + 1, draft=draft, sizes=sizes, has_criteria=False, kept=())
         if graph_cache.is_refused(self.model, key) and {*POSITIONS}.isdisjoint(key.tensors):
-            # It computes positions from the length of its cache in a way that `RowLengths` cannot stand for.
+            # The model computes positions from its cache's length in a way that `RowLengths` does not support.
             return replace(key, draft=draft._replace(together=True))
         ragged = replace(key, draft=draft._replace(is_ragged=True))
         is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self.model.device)
@@ -156,7 +156,7 @@ class SpeculativeDecoding(Decoding):
             return super()._start(step, run)
         except Exception:
             if self._key.draft.is_ragged and graph_cache.is_refused(self.model, self._key):
-                graph_cache.note_shared_kv(self.model, False)  # whatever the shapes of a call are
+                graph_cache.note_shared_kv(self.model, False)  # for calls of any shape
             raise
 
     def _records(self) -> tuple[bool, bool]:
@@ -166,9 +166,9 @@ class SpeculativeDecoding(Decoding):
         return returns and bool(config.output_scores), returns and bool(config.output_logits)
 
     def of_assistant(self, call: Call, source: Tensor | None) -> Assistant:
-        """The same call of another model, which drafts for this one; `source` is what its encoder reads, if it has one.
+        """Returns the same call of another model, which drafts for this one. `source` is its encoder's input, if any.
 
-        As in the library, an encoder of its own: it may be another one than that of this model.
+        As in the library, the other model runs its own encoder, which may differ from that of this model.
         """
         config = call.model.config.get_text_config(decoder=True)
         kwargs = dict(self._model_kwargs)
@@ -176,7 +176,7 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("embeddings in place of tokens, which another model would not read")
         cache: Cache = DynamicCache(config=config)
         if source is not None:
-            # Of sounds there is no mask, and of tokens one that the library has made where none was given.
+            # Sounds have no mask. For tokens, the library has made one if none was given.
             masks = {
                 name: kwargs[name][:: self._per_input] for name in MASKS[:1] if name in kwargs and source.dim() == 2
             }
@@ -188,9 +188,9 @@ class SpeculativeDecoding(Decoding):
         return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
     def _prepare(self, step: DecodeStep) -> None:
-        """What a draft needs is made before, little by little, where plain calls have a recorded step meanwhile.
+        """Makes another item that a draft needs, if a plain call has a recorded step to use meanwhile.
 
-        Raises CannotBeCaptured where there is too little for a draft, or it would gain nothing.
+        Raises CannotBeCaptured if a draft still needs more, or would gain nothing.
         """
         try:
             self._draft.make(0.0)
@@ -208,12 +208,12 @@ class SpeculativeDecoding(Decoding):
             step.choose_first(self.prompt.logits, self.host)
 
         is_ready, reason = False, "what drafts need is made little by little, in calls without them"
-        if costs.plain is not None:  # calls of a few tokens do not say what a step takes
+        if costs.plain is not None:  # plain calls of few tokens do not measure their step
             budget = self._ledger.budget(self._key)
             make = partial(make_next, budget, drafting, self.model, self._draft, costs.plain, begin)
             is_ready = self._start(step, make)
             if costs.most_gain() < LEAST_GAIN:
-                costs.forget()  # the machine may have been busy: the next time, they are measured again
+                costs.forget()  # the machine may have been busy, so the next trial measures again
                 self._back_off.give_up()
                 is_ready, reason = False, "drafts would gain nothing"
         if not is_ready:
@@ -255,13 +255,13 @@ class SpeculativeDecoding(Decoding):
         self._draft.end()
         whole = self._whole(step, left)
         if policy.cannot_pay and not self._draft.is_prepared:
-            # The machine may have been busy: the next trial measures again, as `_prepare` does.
+            # The machine may have been busy, so the next trial measures again, as in `_prepare`.
             whole.drafting.costs.forget()
         return whole
 
     def _key_after_compaction(self, step: DecodeStep, progress: Progress) -> Key | None:
-        """Of a step with fewer inputs, if the batch is to be compacted now."""
-        # What is done at each position, an assistant's step, and a cache that is returned are those of the whole batch.
+        """Returns the key of a step for fewer inputs, if the batch is to be compacted now."""
+        # Positions, an assistant's step and a returned cache belong to the whole batch.
         if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
             return None
         drafting = step.drafting
@@ -273,7 +273,7 @@ class SpeculativeDecoding(Decoding):
         return key if batch_compaction.pays(self.model, drafting, key, self._length, tokens) else None
 
     def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
-        """A step that goes on with these inputs of another one."""
+        """Returns a step that continues these inputs of another step."""
         rows = rows_of(inputs, key.per_input)
         self._key, self._processors = key, selected(self._processors, rows)
         self._signed = self._sign(self._processors)
@@ -289,7 +289,7 @@ class SpeculativeDecoding(Decoding):
         return smaller
 
     def _whole(self, step: DecodeStep, left: list[tuple[DecodeStep, Tensor]]) -> DecodeStep:
-        """The first step, with what the smaller ones have found."""
+        """Returns the first step, with the results of the smaller ones."""
         for larger, inputs in reversed(left):
             step.search.put_back(larger.search, inputs)
             if step.is_captured:
@@ -298,7 +298,7 @@ class SpeculativeDecoding(Decoding):
         return step
 
     def _follow(self, step: DecodeStep) -> Progress:
-        """The first token has been chosen, or a draft has been verified."""
+        """Updates draft and positions, after the first token is chosen or a draft is verified. Returns the progress."""
         progress: Progress = step.search.progress()
         self._draft.take(step.drafting, progress.lengths)
         if not self._positions.is_needed:
@@ -310,19 +310,19 @@ class SpeculativeDecoding(Decoding):
     def _iterate(
         self, step: DecodeStep, policy: DraftLength, progress: Progress, begun: float
     ) -> tuple[Progress, float]:
-        """Some tokens are drafted and verified. Returns how far the search is then, and the time: the next `begun`.
+        """Drafts and verifies some tokens. Returns the search's progress, and the time, which is the next `begun`.
 
-        Between two forward passes the caches are full of weights: whatever is touched here is read from memory, and
-        takes about ten times as long. So nothing is done that an iteration does not need.
+        Between two forward passes, the processor's caches are full of weights: whatever is touched here comes from
+        memory, and takes about ten times as long. So this does nothing that an iteration does not need.
         """
         drafting, rows, lengths = step.drafting, progress.rows, progress.lengths
-        # Of what a row may still get, one token is not drafted: that behind the draft.
+        # One of the tokens that a row may still get is not drafted: the one after the draft.
         decisive = max if drafting.key.has_own_lengths else min
         limit = self.prompt.new_tokens + step.search.prompt_capacity - 1
         most = limit - decisive(lengths[row] for row in rows)
         available = self._draft.available(drafting, rows, min(most, step.key.width - 1))
         is_ragged = step.key.draft.is_ragged
-        if available is not None and is_ragged:  # what a row cannot use is for others
+        if available is not None and is_ragged:  # what a row cannot use is left to the others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
         self._length = drafted = policy.choose(rows, most, available)
         before = time.perf_counter()
@@ -342,20 +342,20 @@ class SpeculativeDecoding(Decoding):
         return progress, ended
 
     def _count_verified(self, drafting: Drafting, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
-        """Counts a verify. Returns how many drafted tokens these rows had, and how many were accepted."""
+        """Counts a verify. Returns the numbers of drafted and of accepted tokens of these rows."""
         self._sums["verifies"] += 1
         if not drafted:
             return [0] * len(rows), [0] * len(rows)
         of_all = drafting.counts.tolist(), drafting.accepted.tolist()
         counts, accepted = ([each[row] for row in rows] for each in of_all)
-        drafting.counts.zero_()  # what is verified without a draft finds none
+        drafting.counts.zero_()  # for a verify without a draft
         self._sums["drafted"] += sum(counts)
         self._sums["accepted"] += sum(accepted)
         return counts, accepted
 
 
 class Assistant(PrefilledCall):
-    """The call as one of a model that drafts for another one: its prefill, and the step that follows."""
+    """The call of a model that drafts for another one: its prefill, and the step that follows."""
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:
         self._is_rated = is_rated
@@ -369,7 +369,7 @@ class Assistant(PrefilledCall):
             raise CannotBeCaptured("an assistant with a sliding window")
 
     def begin(self, kept: DecodeStep | None, of: Drafting) -> DecodeStep:
-        """Its step on the sequences of another one: the one that is kept, if it fits."""
+        """Begins its step on the sequences of another one, in the kept step if that fits."""
         self._of = of
         step = kept if kept is not None and kept.key == self._key else self._new_step()
         step.begin(self.prompt, self.fill())

@@ -1,8 +1,7 @@
-"""What a decode step with drafts has besides: it drafts, and it verifies what is drafted in one forward pass.
+"""The parts of a decode step with drafts: drafting tokens, and verifying them in one forward pass.
 
-Each number of positions is a part of its own, all on the same buffers; so is a step of the draft, where the draft is
-the model itself (`fastgen.decoding.speculation`). What a draft stores in the KV cache, the part that verifies writes
-over.
+There is one part for each number of positions, all on the same buffers. If the model itself drafts, a step of the draft
+is a part, too (`fastgen.decoding.speculation`). The verifying part overwrites what a draft has stored in the KV cache.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import TOKEN_TYPES
 
-# Tokens drafted in an iteration, of each row. Each number is a part of its own, so there are only a few. With the token
-# behind the draft, some sequences have as many rows to verify as fill vectors without a rest.
+# Tokens that an iteration drafts for each row. Each number is a part of its own, so there are only a few. With the
+# token after the draft, they are powers of two, so that the rows of some batches fill vectors completely.
 LENGTHS = (0, 1, 3, 7)
 
 
 def lengths_of(key: Key) -> tuple[int, ...]:
-    """How many tokens an iteration of a step of this key may draft, 0 first: of each row, or of all together."""
+    """Returns how many tokens an iteration of a step of this key may draft, 0 first: per row, or for all together."""
     if not key.draft.is_ragged:
         return LENGTHS
-    least = max(2, key.rows // 2)  # half a token of each row; few rows have some tokens all the same
+    least = max(2, key.rows // 2)  # half a token per row, but some tokens even for few rows
     return 0, least, 2 * least, 4 * least
 
 
@@ -44,36 +43,36 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 class Drafting:
-    """Draft-verify iterations of a step: some steps of a draft, and the pass that verifies what they have drafted.
+    """Draft-verify iterations of a step: some draft steps, and the forward pass that verifies the drafted tokens.
 
-    `key.width` is the most positions of such a pass: the drafted tokens and the one behind them.
+    `key.width` is the maximum number of positions of this pass: the drafted tokens and the one after them.
 
     Attributes:
-        lengths: how many tokens an iteration may draft, 0 first.
-        counts: [rows], int64: how many tokens are drafted, behind the end of each row. Whoever drafts writes them, and
-            they are zeros again after they are verified.
+        lengths: numbers of tokens that an iteration may draft, 0 first.
+        counts: [rows], int64: how many tokens are drafted after the end of each row. Written when tokens are drafted,
+            and zero again after they are verified.
         accepted: [rows], int64: how many of them were kept in the last iteration.
         prompt_lengths: [rows], int64: tokens of each row's prompt, without padding on the left.
-        near_ties: one int64: positions of this call where the two best tokens were as good as each other.
-        recorded: [rows, width, 2, vocabulary], float32: the scores that the last tokens were chosen by, and the logits
-            that these were made of; nothing unless `key.draft.records`.
-        costs: what the parts take once they have been captured, and what was accepted in the last call.
-        seconds_of_first_runs: of all parts until they had been captured.
-        seconds_of_move: what it took to take over rows of a larger step.
+        near_ties: int64 scalar: number of positions in this call whose two best tokens were about equally good.
+        recorded: [rows, width, 2, vocabulary], float32: the scores by which the last tokens were chosen, and the logits
+            from which they were computed; empty unless `key.draft.records`.
+        costs: the times of captured parts, and the acceptance rate of the last call.
+        seconds_of_first_runs: time of all parts until they were captured.
+        seconds_of_move: time of taking over rows of a larger step.
     """
 
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
         self.key = key = step.key
         self.lengths = lengths_of(key)
         self.search: SpeculativeSearch = step.search
-        # Not the step itself: it would never be freed at once.
+        # Parts of the step, not the step itself, as a reference cycle would delay its release.
         self._buffers, self._forward, self._parts, self._flag = step.buffers, step.forward, step.parts, step.flag
         self._processors = list(step.processors or ())
         rows, width, device = key.rows, key.width, step.device
         self.device, self.vocabulary = device, prompt.logits.shape[-1]
         self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
         self.near_ties = torch.zeros((), dtype=torch.int64, device=device)
-        self.drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this draft so far, of each row
+        self.drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this draft so far, for each row
         position, self._cache_length = self._buffers.position, self._buffers.cache_length
         self._ahead, self._ahead_length = position.beside(1), torch.zeros_like(self._cache_length)
         self._cache_ahead = self._cache_at(self._ahead, self._ahead_length)
@@ -82,13 +81,13 @@ class Drafting:
         }
         drawn = rows if self.key.draft.samples else 0
         self.draft_probabilities = torch.zeros(drawn, width - 1, self.vocabulary, device=device)
-        self._ratings = torch.zeros(rows, width - 1, device=device)  # what drafted tokens are given
+        self._ratings = torch.zeros(rows, width - 1, device=device)  # probabilities of drafted tokens
         recorded = rows if self.key.draft.records else 0
         self.recorded = torch.zeros(recorded, width, 2, self.vocabulary, device=device)
         self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
-        self.assistant: Any = None  # what another model drafts with on these sequences
-        # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
+        self.assistant: Any = None  # the state and the step with which another model drafts on these sequences
+        # Products from one token to the next: per layer, seven linear ops, two of attention, and five with an encoder.
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
     def _cache_at(self, position: StepState, cache_length: Tensor) -> Cache:
@@ -96,25 +95,25 @@ class Drafting:
 
     @property
     def nbytes(self) -> int:
-        """Also of what is kept for drafts."""
+        """Bytes of the buffers, including those of an assistant."""
         assistant = self.assistant[1].nbytes if self.assistant is not None else 0
         return self.draft_probabilities.nbytes + self.recorded.nbytes + int(assistant)
 
     # ---- a call
 
     def begin(self, prompt: Prompt) -> None:
-        """A call begins in the step."""
-        if self.device.type == "cpu":  # on a GPU, a part is measured in its first runs alone
+        """Begins a call in the step."""
+        if self.device.type == "cpu":  # on a GPU, a part is only measured in its first runs
             self.costs.begin_call()
         self.near_ties.zero_()
         self.drafted.zero_()
         self.counts.zero_()
-        # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
+        # Padding on the right of a prompt counts as tokens, because generated tokens follow it.
         padding = torch.zeros_like(prompt.span[0]) if self.key.is_encoder_decoder else prompt.span[0]
         self.prompt_lengths = (prompt.tokens.shape[1] - padding).repeat_interleave(self.key.per_input)
 
     def take_over(self, other: Drafting) -> None:
-        """The step goes on where another one is, or some of its inputs are."""
+        """Continues another step, or some of its inputs."""
         self.near_ties.copy_(other.near_ties)
         self.drafted.zero_()
         self.counts.zero_()
@@ -125,23 +124,23 @@ class Drafting:
         """Ends some rows, [rows], bool, at a length that they have reached."""
         self._buffers.position.keep_max_length()
         self.search.cut(rows, length)
-        self._advance()  # back to where they end
+        self._advance()  # back to the rows' ends
         self._flag.send(self.search.done)
 
-    # ---- what parts take
+    # ---- times of parts
 
     def tokens_of(self, length: int) -> int:
-        """How many tokens are verified where so many are drafted."""
+        """Returns the number of tokens that are verified if `length` tokens are drafted."""
         return self.key.rows * (length + 1)
 
     def measure(self, part: int, run: Callable[[], None]) -> None:
-        """Has a part captured and measured. `run` does it once; what that does to the sequences counts for nothing."""
+        """Has a part captured and measured by calling `run`, whose effects on the sequences do not count."""
         self.counts.zero_()
         while self.costs.seconds(part) is None:
             run()
 
     def _run_part(self, number: int, cache: Cache, function: Callable[[], object]) -> None:
-        # On a GPU the host waits for a part only as long as it measures it.
+        # On a GPU, the host only waits for a part while it measures it.
         is_measured = self.device.type == "cpu" or self.costs.seconds(number) is None
         start = self.now(is_measured)
         is_replay = self._parts.run(number, lambda: [(function, None)], cache)
@@ -154,7 +153,7 @@ class Drafting:
             self.seconds_of_first_runs += seconds
 
     def now(self, waits: bool) -> float:
-        """The clock, after what is under way on the device if it `waits`."""
+        """Returns the time; if it `waits`, after all work on the device has finished."""
         if waits and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -162,14 +161,14 @@ class Drafting:
     # ---- an iteration
 
     def put_draft(self, tokens: Tensor, counts: Tensor) -> None:
-        """Tokens that others have drafted, [rows, any], and how many of each row count, [rows]; both on the host."""
+        """Writes drafted tokens, [rows, any], and how many of each row count, [rows]; both on the host."""
         at = self.search.length.view(-1, 1) + torch.arange(tokens.shape[1], device=self.device)
         self.search.running_tokens.scatter_(1, at, tokens.to(self.device))
         self.counts.copy_(counts)
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the largest of each row is all that is asked of the logits of a draft."""
+        """Whether only the argmax of each row is read from a draft's logits."""
         return not (self.key.samples or self._processors or self.key.draft.is_rated)
 
     def draft(
@@ -178,9 +177,9 @@ class Drafting:
         context: Callable[[], AbstractContextManager[Any]],
         largest: Callable[[Tensor], Tensor] = _largest,
     ) -> None:
-        """The model itself, as it is in `context`, drafts one more token of each row.
+        """Drafts one more token of each row with the model as it is in `context`.
 
-        Where nothing else is asked, `largest` finds the largest logit of each row, [rows, vocabulary] -> [rows].
+        If nothing else is read from the logits, `largest` finds their argmax, [rows, vocabulary] -> [rows].
         """
 
         def draft_one() -> None:
@@ -193,7 +192,7 @@ class Drafting:
         self._run_part(DRAFT, self._cache_ahead, draft_one)
 
     def verify(self, model: Any, drafted: int) -> None:
-        """Takes what is right of the tokens that were drafted, `drafted` at the most, and one more.
+        """Commits the accepted tokens of at most `drafted` ones, and one more token.
 
         Raises CannotBeCaptured as `DecodeStep.verify` does.
         """
@@ -203,7 +202,7 @@ class Drafting:
     # ---- what is captured
 
     def _choose_draft(self, logits: Tensor, largest: Callable[[Tensor], Tensor] = _largest) -> None:
-        """The next drafted token, from [rows, vocabulary]."""
+        """Chooses the next drafted token from [rows, vocabulary]."""
         scores = logits if self.takes_largest else self._processed_at(logits, self.drafted, self._processors)
         if self.key.samples:
             probabilities = torch.softmax(scores, dim=-1)
@@ -233,7 +232,7 @@ class Drafting:
         self._flag.send(self.search.done)
 
     def _advance(self) -> None:
-        """The rows go on by what the search has taken."""
+        """Advances the rows by the number of tokens that the search has taken."""
         self._buffers.advance(None, self.search.taken.view(-1))
 
     def _accept_sampled(self, scores: Tensor, drafted: Tensor) -> Tensor:
@@ -243,15 +242,15 @@ class Drafting:
         q = self.draft_probabilities[:, : width - 1] if self.key.draft.samples else None
         accepted, token = acceptance.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
         self.accepted.copy_(accepted)
-        # One score that is no number spoils its whole position. Nothing is accepted there, so it is the last one that
-        # is drawn from; those behind it are of tokens that plain generation may never meet.
+        # A NaN score makes its whole position NaN. Nothing is accepted there, so it is the last position that is drawn
+        # from. Later positions belong to tokens that plain generation may never meet.
         last = probabilities[:, :, 0].gather(1, accepted.unsqueeze(1)).squeeze(1)
         self.search.has_nan.logical_or_((last.isnan() & self.search.unfinished.view(-1)).any())
         none = torch.zeros_like(drafted[:, :1]) if width > 1 else accepted.new_zeros(rows, 1)
         return torch.cat([drafted, none], dim=1).scatter(1, accepted.unsqueeze(1), token.unsqueeze(1))
 
     def _logits(self, model: Any, cache: Any, ahead: Tensor | int, width: int) -> Tensor:
-        """[rows, width, vocabulary]: the logits behind the last token, of which the first `ahead` are left out."""
+        """Returns the logits after `width` tokens from the last one on, skipping `ahead`: [rows, width, vocabulary]."""
         inputs = dict(self._buffers.inputs)
         for name in POSITIONS:
             if name in inputs:
@@ -262,26 +261,26 @@ class Drafting:
         return self._forward(model, cache, self.search.following(ahead, width), inputs, width)
 
     def _positions_of(self, last: Tensor, ahead: Tensor | int, width: int) -> Tensor:
-        """[rows, width], from those of the last tokens, [rows, 1]; none that plain decoding would not read.
+        """Returns positions, [rows, width], from those of the last tokens, [rows, 1], within plain decoding's range.
 
-        What a row drafts behind its limit counts for nothing, but a model may have no position for it; nor for what is
-        in front of a row that has ended long ago.
+        What a row drafts beyond its limit does not count, but a model may have no position for it, nor for tokens
+        before a row that has ended long ago.
         """
         left = (self.search.limit - self.search.length - 1).view(-1, 1)
         positions = last + ahead + torch.arange(width, device=self.device)
         return torch.minimum(positions, last + left).clamp(min=0)
 
     def _all_processed(self, logits: Tensor) -> Tensor:
-        """What the token behind each of some positions is chosen from, [rows, positions, vocabulary], float32.
+        """Returns the scores for the token after each position, [rows, positions, vocabulary], float32.
 
-        Processors that look at the scores alone, behind all others, get those of all positions at once. The result may
-        be where the logits were.
+        Processors that only read scores, and come after all others, process all positions at once. The result may share
+        the memory of the logits.
         """
         scores, processors = logits.float(), self._processors
         number = next((n for n in range(len(processors), 0, -1) if not processors[n - 1].reads_scores_alone), 0)
         if number:
             positions = [self._processed_at(logits[:, at], at, processors[:number]) for at in range(logits.shape[1])]
-            # One position is not copied: it may be a greedy LM head (`lm_head_pass`).
+            # A single position is not copied, because it may be a greedy LM head (`lm_head_pass`).
             scores = torch.stack(positions, dim=1) if len(positions) > 1 else positions[0].unsqueeze(1)
         found = scores.flatten(0, 1)
         for processor in processors[number:]:
@@ -289,7 +288,7 @@ class Drafting:
         return found.view(scores.shape)
 
     def _processed_at(self, logits: Tensor, ahead: Tensor | int, processors: Sequence[CapturedProcessor]) -> Tensor:
-        """What is chosen from, with `ahead` drafted tokens behind the end of each row, [rows, vocabulary], float32."""
+        """Returns the scores with `ahead` drafted tokens after the end of each row, [rows, vocabulary], float32."""
         scores = logits.float()
         if processors:
             tokens = StepTokens.of(self.search, ahead)
@@ -298,6 +297,6 @@ class Drafting:
         return scores
 
     def record(self, given: Tensor, place: int) -> None:
-        """Keeps scores or logits, [rows, positions, vocabulary], at their place, for who returns them."""
+        """Keeps scores (0) or logits (1), [rows, positions, vocabulary], for a call that returns them."""
         if self.key.draft.records:
             self.recorded[:, : given.shape[1], place].copy_(given)

@@ -1,9 +1,9 @@
-"""What drafts tokens: the model itself, with low-bit weights or fewer layers, prompt lookup, or another model.
+"""The drafts of tokens: the model itself with low-bit weights or fewer layers, prompt lookup, or another model.
 
-What drafts need is made little by little, in calls that draft nothing yet. Recording a part of a step takes as long as
-some twenty steps, and a step with drafts has five parts; the weights are copied, too. A call that did it all would take
-twice as long as a plain one. So one thing is made in a call at the most, and all of them together take a tenth of the
-time of the tokens that calls have asked for (64 of each at the most, where it may end earlier).
+What drafts need is made step by step, in calls that do not draft yet. Recording a part of a step takes as long as about
+twenty steps, a step with drafts has five parts, and the weights are copied, too. A call that made everything would take
+twice as long as a plain one. So a call makes at most one item, and all items together take a tenth of the time of the
+tokens that calls have asked for (at most 64 of each call that may end earlier).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 
 class Draft:
-    """Drafts tokens for the rows of one call. Where one does not serve, `make` and `begin` raise CannotBeCaptured.
+    """Drafts tokens for the rows of one call. If it does not serve the call, `make` or `begin` raise CannotBeCaptured.
 
     Attributes:
-        is_model: it draws its tokens where the model does.
-        has_buffers: it works on the step's own buffers, so that there must be no other step later.
-        schedule: how many tokens to draft, where the user has said it.
-        threshold: a draft ends with the first token that is less probable to who drafts.
-        is_prepared: what it needs is made little by little, in calls before (`make_next`).
-        recorded_at_once_from: the call itself asks for a draft. If it asks for so many tokens, too, a step is recorded
-            whether or not others follow: it takes about as long as a plain call whose step is not recorded.
+        is_model: it draws its tokens if the model does.
+        has_buffers: it works on the step's own buffers, so that no other step may replace the step later.
+        schedule: how many tokens to draft, if the user has set it.
+        threshold: a draft ends with the first token to which the drafting model gives a lower probability.
+        is_prepared: what it needs is made step by step, in earlier calls (`make_next`).
+        recorded_at_once_from: a number of tokens, if the call itself requests the draft. A call of at least this many
+            tokens records a step whether or not others follow, and takes about as long as a plain call without one.
     """
 
     is_model = True
@@ -55,44 +55,44 @@ class Draft:
 
     @property
     def kind(self) -> Hashable:
-        """What of it is frozen in a captured step."""
+        """The properties of the draft that are frozen in a captured step."""
         raise NotImplementedError
 
     def ready(self) -> AbstractContextManager[Any]:
-        """To be entered before the call takes its turn: what may wait for calls of other threads, which wait too."""
+        """Returns a context to enter before the call takes its turn, because entering may wait for other threads."""
         return contextlib.nullcontext()
 
     def make(self, seconds: float) -> bool:
-        """Makes what it drafts with, for about so many seconds; says whether there is all of it."""
+        """Makes what it drafts with, for about this many seconds. Returns whether everything is made."""
         return True
 
     def begin(self, drafting: Drafting, decoding: Any) -> None:
-        """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet."""
+        """Begins the call, a `SpeculativeDecoding`, before its prompt is in the step."""
 
     def available(self, drafting: Drafting, rows: Sequence[int], most: int) -> list[int] | None:
-        """How many tokens there are for each of these rows, `most` at the most; None for as many as wanted."""
+        """Returns how many tokens there are for each row, at most `most`; None for as many as wanted."""
         return None
 
     def cut(self, counts: Sequence[int]) -> None:
-        """Of what is available, no more than so many tokens of each of these rows are to be proposed."""
+        """Has `propose` use at most `counts` of the available tokens of each of these rows."""
         raise NotImplementedError
 
     def propose(self, drafting: Drafting, model: Any, count: int) -> None:
-        """Writes `count` tokens, or those available, behind the rows, and how many into `drafting.counts`."""
+        """Writes `count` tokens, or those available, after each row, and their numbers to `drafting.counts`."""
         raise NotImplementedError
 
     def hits(self, rows: Sequence[int]) -> list[bool | None]:
-        """Of each of these rows: whether the first token that was available is the one that came; None if none was."""
+        """Returns for each row whether the first available token was the one that came; None if none was available."""
         raise NotImplementedError
 
     def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
-        """The first token has been chosen, or the draft is verified: the rows have gone on, up to these lengths."""
+        """Notes the rows' new lengths, after the first token is chosen or a draft is verified."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """The others have left: the step has these rows now, in this order."""
+        """Continues with these rows, in this order, because the others have left the batch."""
 
     def end(self) -> None:
-        """The call is over, and nothing has failed."""
+        """Ends a call in which nothing has failed."""
 
 
 class SelfDraft(Draft):
@@ -119,7 +119,7 @@ class SelfDraft(Draft):
 
     def begin(self, drafting: Drafting, decoding: Any) -> None:
         self.make()
-        # Steps that drafted with the copies of before would keep those.
+        # Drop steps that drafted with earlier copies, which they would keep alive.
         graph_cache.forget(self._model, self._is_old)
 
     def _is_old(self, key: Any) -> bool:
@@ -140,7 +140,7 @@ class SelfDraft(Draft):
 
 
 class EarlyExitDraft(Draft):
-    """The first layers of the model, and its output layer (`assistant_early_exit` of `generate`)."""
+    """The first layers of the model, and its LM head (`assistant_early_exit` of `generate`)."""
 
     recorded_at_once_from = 128
 
@@ -165,12 +165,12 @@ class EarlyExitDraft(Draft):
 
 
 class LookupDraft(Draft):
-    """What followed the last tokens where they occurred before (`prompt_lookup_num_tokens` of `generate`).
+    """The tokens that followed an earlier occurrence of the last tokens (`prompt_lookup_num_tokens` of `generate`).
 
     Args:
-        most: tokens of a draft.
-        max_ngram: tokens that must have occurred before, at the most.
-        source: [inputs, length]: tokens that an encoder has read, with `padding` among them.
+        most: maximum length of a draft.
+        max_ngram: maximum number of last tokens to look up.
+        source: [inputs, length]: tokens of an encoder's input, including `padding`.
     """
 
     kind = "tokens"
@@ -187,7 +187,7 @@ class LookupDraft(Draft):
         self._index = PromptLookup(drafting.key.rows, self._max_ngram, self._most, decoding.prompt.eos)
         self._known = []
         for number, tokens in enumerate([] if self._source is None else self._source.tolist()):
-            # An encoder may have tokens that the decoder lacks.
+            # An encoder may have tokens that the decoder's vocabulary lacks.
             source = [token if token < drafting.vocabulary else BOUNDARY for token in tokens if token != self._padding]
             for row in range(number * drafting.key.per_input, (number + 1) * drafting.key.per_input):
                 self._index.append(row, [*source, BOUNDARY])
@@ -212,7 +212,7 @@ class LookupDraft(Draft):
         if not self._known:
             self._known = (drafting.search.prompt_capacity - drafting.prompt_lengths).tolist()
         self._hits = {}
-        for row, begin in enumerate(self._known):  # others only fill the batch up
+        for row, begin in enumerate(self._known):  # further rows only fill the batch
             if lengths[row] > begin:
                 tokens = drafting.search.tokens_of(row, begin, lengths[row])
                 if proposed := self._proposed.get(row):
@@ -229,11 +229,11 @@ class LookupDraft(Draft):
 
 
 class AssistantDraft(Draft):
-    """Another model of the same tokens (`assistant_model` of `generate`).
+    """Another model with the same vocabulary (`assistant_model` of `generate`).
 
     Args:
-        threshold: a draft ends with the first token that the assistant gives less than this; 0 for none.
-        source: what an encoder reads, [inputs, ...]. That of the assistant is run once in each call.
+        threshold: a draft ends with the first token that the assistant gives a lower probability; 0 for none.
+        source: what an encoder reads, [inputs, ...]. The assistant's own encoder runs once in each call.
     """
 
     recorded_at_once_from = 128
@@ -249,7 +249,7 @@ class AssistantDraft(Draft):
         return "an assistant", id(self._assistant)
 
     def ready(self) -> AbstractContextManager[Any]:
-        return fast_layers(self._assistant)  # which `begin` enters once more, and then without waiting
+        return fast_layers(self._assistant)  # `begin` enters it again, without waiting
 
     def begin(self, drafting: Drafting, decoding: Any) -> None:
         state = GuardedModel.of(self._assistant).check(self._assistant)
@@ -265,7 +265,7 @@ class AssistantDraft(Draft):
         self._has_drafted = True
 
     def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
-        if not self._is_first:  # the first token is where the assistant begins
+        if not self._is_first:  # the assistant begins at the first token
             self._own.follow(self._has_drafted)
         self._is_first = self._has_drafted = False
 
@@ -276,7 +276,7 @@ class AssistantDraft(Draft):
 
 
 def draft_for(call: Call, config: Any) -> Draft | None:
-    """What drafts in a call; None for nothing."""
+    """Returns the draft of a call; None if it has none."""
     if config.num_beams > 1:
         return None
     if call.draft is not None:
@@ -290,13 +290,13 @@ def draft_for(call: Call, config: Any) -> Draft | None:
 def make_next(
     budget: Budget, drafting: Drafting, model: Any, draft: Draft, plain: float, begin: Callable[[], None]
 ) -> bool:
-    """Makes one more thing, if there is one and time for it; says whether there is enough for calls to draft.
+    """Makes one more item, if one is missing and the budget allows it. Returns whether calls can draft.
 
     Args:
         plain: seconds of a plain step.
         begin: begins a call in the step, of which nothing is kept.
     """
-    # Parts by the positions that they verify. Calls draft once they have the first ones.
+    # Parts by number of positions that they verify. Calls draft once the parts in `needed` have been measured.
     lengths = drafting.lengths
     needed, more = (lengths[AT_FIRST] + 1, DRAFT, 1), (lengths[-1] + 1, lengths[1] + 1)
     missing = [part for part in (*needed, *more) if drafting.costs.seconds(part) is None]

@@ -1,8 +1,8 @@
-"""What the host does at each position: stopping criteria, the streamer, and scores that are returned.
+"""What the host does at each position: stopping criteria, the streamer, and returned scores.
 
-In plain generation all rows are at the same position in each step. Here each row goes on by its own number of tokens,
-so a position's turn comes when the last row has reached it. Everything is then called as often, in the same order and
-with the same content as in plain generation. A row that a criterion ends there loses what it has behind it.
+In plain generation, all rows are at the same position in each step. Here, each row advances by its own number of
+tokens, so a position is handled once the last row has reached it. Every call is then made as often, in the same order
+and with the same contents as in plain generation. A row that a criterion ends there loses the tokens after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
-# Scores and logits of the positions so far, each [rows, vocabulary]; None for those that nobody wants.
+# Scores and logits of the positions so far, each [rows, vocabulary]; None for those that the call does not return.
 Records = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
 
 
@@ -23,11 +23,11 @@ class Positions:
     """The positions of one call that all rows have reached.
 
     Args:
-        rows: sequences of the call.
-        stops: says which of some sequences end, [rows, length] -> [rows], bool, from the scores so far; None if nothing
-            but their tokens and lengths ends sequences.
-        put: gets the tokens of a position, [rows]; None without a streamer.
-        ends_singly: a sequence that ends is filled up. Otherwise all go on until each has met a criterion.
+        rows: number of sequences of the call.
+        stops: tells from tokens, [rows, length], and the scores so far which sequences end, [rows], bool; None if only
+            end tokens and lengths end sequences.
+        put: receives the tokens of a position, [rows]; None without a streamer.
+        ends_singly: a sequence that ends is padded. Otherwise all continue until each has met a criterion.
         records: whether scores, and whether logits are returned.
     """
 
@@ -43,7 +43,7 @@ class Positions:
         self._has_stopped = torch.zeros(rows, dtype=torch.bool)
         self._keeps = any(records)
         self._records: list[tuple[Tensor, ...] | None] = [() if wanted else None for wanted in records]
-        # Of each row, scores and logits of the tokens behind the last position that all have reached.
+        # By row: scores and logits of the tokens after the last position that all rows have reached.
         self._ahead: list[deque[Tensor]] = [deque() for _ in range(rows)]
         self._known: list[int] = []
         self._reached = 0
@@ -59,7 +59,7 @@ class Positions:
         return self._records[0], self._records[1]
 
     def take(self, drafting: Drafting) -> None:
-        """The first token has been chosen, or the draft is verified: does what is due, and may end rows of the step."""
+        """Handles the positions due after the first token or a verify. May end rows of the step."""
         search = drafting.search
         if not self._known:
             self._reached = search.prompt_capacity
@@ -78,13 +78,13 @@ class Positions:
             due = self._due(drafting)
 
     def _due(self, drafting: Drafting) -> int:
-        """Up to where all rows that go on have tokens."""
+        """Returns the length that all unfinished rows have reached."""
         lengths = drafting.search.length.flatten()[: self._rows]
         unfinished = drafting.search.unfinished.flatten()[: self._rows]
         return int(lengths[unfinished].amin() if bool(unfinished.any()) else lengths.amax())
 
     def _end(self, drafting: Drafting, stops: Tensor) -> None:
-        """Ends the rows of `stops`, [rows], bool, at the position that has been reached."""
+        """Ends the rows of `stops`, [rows], bool, at the present position."""
         self._has_stopped |= stops.cpu()
         if not self._ends_singly:
             stops = torch.full_like(stops, bool(self._has_stopped.all()))
@@ -97,7 +97,7 @@ class Positions:
             drafting.end(ending, self._reached)
 
     def _keep_scores(self, drafting: Drafting) -> None:
-        """The positions of the tokens that the rows have just taken."""
+        """Keeps scores and logits of the tokens that the rows have just taken."""
         if not self._keeps:
             return
         for row, end in enumerate(drafting.search.length.flatten()[: self._rows].tolist()):

@@ -1,7 +1,7 @@
-"""Shares the tokens that are verified out among the rows, as far as each of them has drafts that are worth it.
+"""Verifies drafts in which each row has its own number of tokens, so that the rows with the best drafts get more.
 
-A row without a draft has one token, and one that is finished has none. For greedy search on a CPU, with drafts that are
-found in a text: rows have them at different times.
+A row without a draft has one token, and a finished row has none. Serves greedy search on a CPU with drafts that are
+found in a text, which rows have at different times.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastgen.optimizer.transformers.speculation.drafting import Drafting
 
 
 def serves(key: Key, device: torch.device) -> bool:
-    """Whether steps of this key can verify so."""
+    """Whether steps of this key can verify in this way."""
     is_plain = not (key.samples or key.processors or key.encoder or any(key.windows) or key.draft.records)
     return device.type == "cpu" and key.rows > 1 and is_plain and not {*POSITIONS}.isdisjoint(key.tensors)
 
 
 class RaggedDrafting(Drafting):
-    """Verifies so many drafted tokens of all rows together."""
+    """Verifies a total number of drafted tokens over all rows."""
 
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
         super().__init__(step, prompt)
@@ -59,7 +59,7 @@ class RaggedDrafting(Drafting):
 
     def _verify_tokens(self, model: Any, state: RaggedState, cache: Any) -> None:
         state.locate()
-        # Masks of models are for the longest row: they hide nothing that attention would not leave out by itself.
+        # Models' masks are for the longest row, and hide nothing that attention would not exclude by itself.
         self._length_by_tokens.copy_(self._cache_length + self.key.width - 1)
         logits = self._forward(model, cache, self._ids_of(state), self._inputs_of(state), 1)
         chosen, near = (self._by_row(found, state) for found in best_tokens(logits.float(), self._products))
@@ -83,6 +83,6 @@ class RaggedDrafting(Drafting):
         return found
 
     def _by_row(self, found: Tensor, state: RaggedState) -> Tensor:
-        """[rows, width] of [tokens, 1]; nothing of what no token is of."""
+        """Returns [rows, width] from [tokens, 1], with zeros for positions without a token."""
         none = found.new_zeros(self.key.rows, self.key.width)
         return none.index_put((state.row_map, state.offsets), found.squeeze(1))

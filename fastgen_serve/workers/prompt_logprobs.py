@@ -1,0 +1,50 @@
+"""Log-probabilities of the tokens of a prompt, each behind those before it: one forward pass, and no new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastgen.memory import free_host_memory
+from fastgen_serve.errors import BadRequest
+from fastgen_serve.jobs import TokenLogprob
+from fastgen_serve.workers.watching import check_numbers
+
+# The part of the memory that is free that the logits of a prompt may take.
+_SHARE = 0.25
+# Positions whose log-probabilities are computed at a time.
+_BLOCK = 64
+
+
+def check_size(model: Any, tokens: int) -> None:
+    """Raises BadRequest where the logits of a prompt of so many tokens do not fit into memory."""
+    size = tokens * model.config.get_text_config(decoder=True).vocab_size * model.dtype.itemsize
+    most = _SHARE * free_host_memory()
+    if size > most:
+        raise BadRequest(
+            f"the log-probabilities of a prompt of {tokens} tokens take {size / 2**30:.1f} GiB, and there are "
+            f"{most / 2**30:.1f}: give a shorter prompt, or leave logprobs out",
+            param="prompt",
+        )
+
+
+@torch.inference_mode()
+def prompt_logprobs(model: Any, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """The log-probability of each token but the first, and those of the `count` likeliest at its position.
+
+    Raises:
+        Failed: they are not numbers.
+    """
+    ids = torch.tensor([tokens], device=model.device)
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+    made: list[TokenLogprob] = []
+    for some, wanted in zip(logits[:-1].split(_BLOCK), ids[0, 1:, None].split(_BLOCK), strict=True):
+        scores = torch.log_softmax(some.float(), dim=-1)
+        best = scores.topk(min(count, scores.shape[1]), dim=1)
+        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        each = zip(wanted[:, 0].tolist(), scores.gather(1, wanted)[:, 0].tolist(), tops, strict=True)
+        made += [TokenLogprob(token, value, tuple(zip(*top, strict=True))) for token, value, top in each]
+    check_numbers(each.logprob for each in made)
+    return tuple(made)
