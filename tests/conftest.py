@@ -17,6 +17,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import filelock
@@ -40,8 +41,11 @@ settings.load_profile("fastgen")
 if not any(argument.startswith("--device") for argument in (*sys.argv, os.environ.get("PYTEST_ADDOPTS", ""))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Processes that tests start keep what they print in a buffer, as a user's do.
+# Processes that tests start keep what they print in a buffer, as a user's do, and what one of them has compiled, all of
+# them and the next run have.
 os.environ.pop("PYTHONUNBUFFERED", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What tests measure while others run is nothing to remember.
 os.environ.setdefault("FASTGEN_CACHE", "")
@@ -79,8 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of a function that is `sampled(n)`, one case in n stays; `make test-long` runs the others.
 
     With `sampled(n, each=NAMES)`, each value of these parameters stays, in as few cases as that takes, if they are
-    more. Which ones is drawn by their names, so that every run and every process draws the same. A case named on the
-    command line runs.
+    more. In place of a name, a group of names stands for each combination of their values. A case whose parameters
+    `skips` is true of counts for nothing, as it would be skipped. Which ones is drawn by their names, so that every run
+    and every process draws the same. A case named on the command line runs.
     """
     if any("[" in argument for argument in config.args):
         return
@@ -92,21 +97,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
         marker = found[0].get_closest_marker("sampled")
         (one_in,) = marker.args
-        stay = _with_each_value(found, marker.kwargs.get("each", ()))
-        more = [item for item in found[::one_in] if item not in stay]
-        stay.update(more[: max(0, -(-len(found) // one_in) - len(stay))])
+        skips = marker.kwargs.get("skips", lambda given: False)
+        run = [item for item in found if not skips(_parameters(item))]
+        stay = _with_each_value(run, marker.kwargs.get("each", ()))
+        more = [item for item in run[::one_in] if item not in stay]
+        stay.update(more[: max(0, -(-len(run) // one_in) - len(stay))])
         for item in found:
             if item not in stay:
                 item.add_marker("long")
 
 
-def _with_each_value(cases: list[pytest.Item], names: Sequence[str]) -> set[pytest.Item]:
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _with_each_value(cases: list[pytest.Item], names: Sequence[str | tuple[str, ...]]) -> set[pytest.Item]:
     """A few cases that have every value of these parameters among them: always the one with most that are missing."""
+    groups = [(name,) if isinstance(name, str) else name for name in names]
     values = {}
     for item in cases:
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        values[item] = {(name, repr(given[name])) for name in names if name in given}
-    missing, chosen = set[tuple[str, str]]().union(*values.values()), set[pytest.Item]()
+        given = _parameters(item)
+        found = [tuple((name, repr(given[name])) for name in group if name in given) for group in groups]
+        values[item] = {value for value in found if value}
+    missing, chosen = set[tuple[tuple[str, str], ...]]().union(*values.values()), set[pytest.Item]()
     while missing:
         best = max(cases, key=lambda item: len(values[item] & missing))
         chosen.add(best)

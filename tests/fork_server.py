@@ -35,6 +35,14 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 # What is imported for a program, by what its name has, or that of its module.
 LEVELS = {"fairseq": ["fairseq"], "fastgen": ["fastgen", "tests.docs.run_page"]}
+# What the commands import when they need it.
+IMPORTED_LATE = [
+    "fastgen.models.unilm",
+    "fastgen.pipeline.encoding.run",
+    "fastgen.pipeline.generation.run",
+    "fastgen.pipeline.quantizing.run",
+    "fastgen.quantization.report",
+]
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 module = sys.argv[2] if sys.argv[1:2] == ["-m"] else {program!r}
@@ -67,11 +75,14 @@ def main(folder: Path, user: int) -> None:
     from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
     assert transformers.AutoTokenizer is not None
-    for name in ("sacrebleu", "rouge_score.rouge_scorer", "hydra"):  # which metrics and FairSeq need
+    for name in ("sacrebleu", "rouge_score.rouge_scorer", "matplotlib.figure", "hydra"):  # metrics, reports, FairSeq
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    with contextlib.suppress(ImportError, AttributeError):  # what every checkpoint is loaded with, of all models
+        importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("bart")
     _serve_in_a_fork(folder / "nothing", scripts)
-    importlib.import_module("fastgen")
+    for name in ("fastgen", *(program.partition(":")[0] for program in scripts.values()), *IMPORTED_LATE):
+        importlib.import_module(name)
     _serve_in_a_fork(folder / "fastgen", scripts)
     with contextlib.suppress(ImportError):
         importlib.import_module("fairseq")

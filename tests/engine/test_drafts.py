@@ -63,6 +63,7 @@ def requests_for(model: Any, prompts: list[Any], **options: Any) -> list[Request
     return [make(model, prompt, None, {"max_new_tokens": 40, **options}, seed, 32) for prompt, seed in given]
 
 
+@pytest.mark.sampled(3, each=("name", "options"))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("name", MODELS.split())
 def test_tokens_are_those_without_drafts(name: str, options: dict[str, Any]) -> None:

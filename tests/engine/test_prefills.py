@@ -155,6 +155,7 @@ def _prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.sampled(2, each=(("one", "other"), "model"))
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -196,6 +196,7 @@ DIFFERENT: list[list[dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(2, each=(("options", "captured"), ("model", "captured")))
 @both_kinds
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("options", DIFFERENT, ids=map(str, range(len(DIFFERENT))))

@@ -18,6 +18,13 @@ DECODING: dict[str, dict[str, Any]] = {
     "greedy": {},
 }
 
+
+def draws_others(given: dict[str, Any]) -> bool:
+    """Of the parameters of a test, whether it is skipped: other samples are drawn in a graph than without one."""
+    options = given.get("options", DECODING.get(given.get("decoding", ""), {}))
+    return given.get("way") == "graphs" and bool(options.get("do_sample"))
+
+
 # Shapes of the batch, as arguments of `Family.make_inputs`.
 SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"batch": 3, "length": LONG},

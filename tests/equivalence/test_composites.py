@@ -11,7 +11,7 @@ from transformers.models.blip import modeling_blip_text
 import fastgen
 from fastgen import counters, settings
 from tests.equivalence.captured import captures, reasons
-from tests.equivalence.cases import DECODING
+from tests.equivalence.cases import DECODING, draws_others
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.composites import MODELS, bert_and_rembert, build, idefics, of_idefics, options, tokens
 from tests.equivalence.models import LONG
@@ -21,7 +21,7 @@ MAKES_MASKS = hasattr(modeling_blip_text, "create_causal_mask")
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.mark.sampled(2, each=("name",))
+@pytest.mark.sampled(4, each=("name", "decoding"))
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("name", MODELS)
 def test_models_made_of_two(name: str, decoding: str) -> None:
@@ -30,7 +30,7 @@ def test_models_made_of_two(name: str, decoding: str) -> None:
     assert accelerated() == 1
 
 
-@pytest.mark.sampled(2, each=("name", "way"))
+@pytest.mark.sampled(4, each=(("name", "way"), ("decoding", "way")), skips=draws_others)
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("name", MODELS)
 def test_their_steps_are_captured(name: str, decoding: str, way: str) -> None:

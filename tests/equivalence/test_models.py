@@ -17,7 +17,7 @@ from tests.equivalence.models import FAMILIES, Family
 MODELS = [(family, attention) for family in FAMILIES for attention in family.attentions()]
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True}
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(6, each=("family",))]
 
 
 def _id(value: Any) -> str:
@@ -56,6 +56,7 @@ def test_prefix_is_shared(family: Family, attention: str, shared_prefixes: Share
     assert shared_prefixes.full == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES, ids=_id)
 def test_grid_has_teeth(family: Family) -> None:
     """The grid could not pass by luck: sequences vary, beams swap, and they end at different steps."""

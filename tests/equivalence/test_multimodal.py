@@ -12,14 +12,16 @@ from fastgen import releases
 from fastgen.optimizer.transformers import prefill
 from tests.equivalence import multimodal
 from tests.equivalence.captured import captures, reasons
-from tests.equivalence.cases import DECODING
+from tests.equivalence.cases import DECODING, draws_others
 from tests.equivalence.check import accelerated, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, VOCABULARY, Weights, enliven
 from tests.equivalence.multimodal import CONFIGS, LENGTH, PICTURES, build, llava, made, text
 
 pytestmark = [
     pytest.mark.usefixtures("way"),
-    pytest.mark.sampled(3, each=("way", "name", "decoding", "options", "given")),
+    pytest.mark.sampled(
+        6, each=(("way", "name"), ("way", "decoding"), ("way", "options"), "given"), skips=draws_others
+    ),
 ]
 
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
@@ -58,7 +60,7 @@ def test_text(name: str, decoding: str, way: str) -> None:
     _assert_captured(2)
 
 
-@pytest.mark.sampled(8, each=("way", "name", "counts", "decoding"))
+@pytest.mark.sampled(16, each=(("way", "name"), ("counts", "decoding")), skips=draws_others)
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", [name for name in PICTURES if name in CAPTURED])
