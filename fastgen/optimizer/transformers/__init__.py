@@ -56,7 +56,7 @@ def _generation() -> list[Patch]:
         hook("generate", "generate:generate", call),
         hook("_prefill", "prefill:prefill", prefill),
         hook("_beam_search", "loop:decode", loop),
-        hook("_sample", "loop:decode", loop),
+        hook("_sample", "generate:sample", loop),
         hook(encoder, "buckets:encode", inputs, former),
         hook("prepare_inputs_for_generation", "loop_hooks:prepare_inputs", has("input_ids")),
         hook("_update_model_kwargs_for_generation", "loop_hooks:update_kwargs", has("outputs model_kwargs")),

@@ -97,6 +97,7 @@ class Call:
     prefilled: Any = None  # the outputs of the prefill, made ahead of the library's loop
     is_to_be_captured: bool = False  # the prefill is for a captured step
     reads_too_much: bool = False  # so that only a captured step is to go on from there
+    is_of_own_generate: bool = False  # the model's own `generate` has begun the loop, with whatever inputs that takes
     cache_is_dropped: bool = False  # nobody looks at the one that the call returns
     _returns_cache: bool = False
     _packed: ExitStack = field(default_factory=ExitStack)

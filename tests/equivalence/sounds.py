@@ -1,0 +1,89 @@
+"""Tiny models that make sounds, from text: rows of tokens are codebooks of an input, and guidance doubles inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from tests.equivalence.composites import tokens
+from tests.equivalence.models import EOS, PAD, VOCABULARY
+
+# A codebook has so many tokens, and a model so many codebooks.
+CODES, CODEBOOKS = 64, 4
+_T5 = {
+    "vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS,
+    "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+}  # fmt: skip
+_LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SPECIAL = {"pad_token_id": CODES, "bos_token_id": CODES}
+
+
+def _musicgen(kind: str, width: int = 32, **options: Any) -> Any:
+    audio = transformers.EncodecConfig(
+        num_filters=4, hidden_size=16, codebook_dim=16, codebook_size=CODES, num_lstm_layers=1,
+        upsampling_ratios=[4, 2], sampling_rate=8000, target_bandwidths=(24.0,),
+    )  # fmt: skip
+    config = getattr(transformers, f"{kind}DecoderConfig")
+    decoder = config(
+        vocab_size=CODES, hidden_size=width, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        num_codebooks=CODEBOOKS, max_position_embeddings=256, eos_token_id=None, **_SPECIAL, **options,
+    )  # fmt: skip
+    whole = getattr(transformers, f"{kind}Config")
+    given = whole(text_encoder=transformers.T5Config(**_T5), audio_encoder=audio, decoder=decoder)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(given)
+    model.generation_config.update(decoder_start_token_id=CODES, max_new_tokens=24, **_SPECIAL)
+    return model
+
+
+def _dia() -> Any:
+    heads = {**_LAYERS, "num_key_value_heads": 4, "head_dim": 8}
+    special = {"eos_token_id": 64, "pad_token_id": 65, "bos_token_id": 66}
+    decoder = {
+        **heads, **special, "num_key_value_heads": 2, "vocab_size": 70, "num_channels": 3, "cross_head_dim": 8,
+        "cross_hidden_size": 32, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4,
+    }  # fmt: skip
+    encoder = {**heads, "vocab_size": VOCABULARY}
+    config = transformers.DiaConfig(encoder_config=encoder, decoder_config=decoder, delay_pattern=[0, 2, 3], **special)
+    model = transformers.DiaForConditionalGeneration(config)
+    model.generation_config.update(max_new_tokens=24, decoder_start_token_id=66, **special)
+    return model
+
+
+@functools.cache
+def build(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not name.startswith("audio_encoder."):
+                parameter.normal_(0, 0.25)
+    return model
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "guided": {"do_sample": False, "guidance_scale": 3.0},
+    "sampling": {"do_sample": True},
+    "sampling, guided": {"do_sample": True, "guidance_scale": 3.0, "temperature": 1.2, "top_k": 20},
+}
+
+
+MUSICGEN = {
+    "musicgen": functools.partial(_musicgen, "Musicgen"),
+    # The states of its text encoder are projected, and with two channels, there are two rows for each codebook.
+    "musicgen, stereo": functools.partial(_musicgen, "Musicgen", width=40, audio_channels=2),
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    **MUSICGEN,
+    "musicgen melody": functools.partial(_musicgen, "MusicgenMelody"),
+    "dia": _dia,
+}
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    """For a model: texts, of which the second one is shorter."""
+    return tokens(2, 9, 6)

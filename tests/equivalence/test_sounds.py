@@ -1,0 +1,69 @@
+"""Models that make sounds: a `generate` of their own calls the library's loop, with several rows for an input."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import settings
+from tests.equivalence.check import accelerated, check, fallbacks
+from tests.equivalence.sounds import MODELS, WAYS, build, inputs
+
+SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+@pytest.fixture
+def without_captured_steps() -> Any:
+    with settings.changed(captured_step="never"):
+        yield
+
+
+@pytest.mark.parametrize("way_of_decoding", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_that_the_models_own_generate_begins(
+    name: str, way_of_decoding: str, without_captured_steps: None
+) -> None:
+    model, options = build(MODELS[name]), WAYS[way_of_decoding]
+    check(model, inputs(name), options)
+    check(model, inputs(name), {**options, **SCORES})
+    assert accelerated() == 2, fallbacks()
+
+
+def test_the_decoder_of_a_model_generates_alone() -> None:
+    """From tokens in place of states, and from a prompt of which the library's steps read the last token."""
+    model = copy.deepcopy(build(MODELS["musicgen"]).decoder)
+    model.generation_config.update(decoder_start_token_id=64, pad_token_id=64, bos_token_id=64)
+    prompt = torch.full((8, 1), 64)
+    options = {"max_new_tokens": 12, "num_return_sequences": 1, **SCORES}
+    check(model, {"input_ids": prompt}, {**options, "do_sample": True})
+    longer = torch.cat([prompt, torch.randint(0, 64, (8, 3), generator=torch.Generator().manual_seed(0))], dim=1)
+    check(model, {"input_ids": longer}, {**options, "do_sample": False})
+    assert accelerated() == 2, fallbacks()
+
+
+def test_several_sequences_for_an_input_are_left_to_the_library() -> None:
+    """It repeats rows, which are codebooks."""
+    check(build(MODELS["musicgen"]), inputs("musicgen"), {"do_sample": True, "num_return_sequences": 3})
+    assert accelerated() == 0 and "several sequences for an input" in next(iter(fallbacks()))
+
+
+def test_a_failure_in_such_a_loop_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastgen.decoding.kv.growing import GrowingKV
+
+    model = build(MODELS["musicgen"])
+    with fastgen.disabled():
+        torch.manual_seed(0)
+        expected = model.generate(**inputs("musicgen"), do_sample=True, guidance_scale=3.0)
+
+    def fails(self: GrowingKV, *given: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(GrowingKV, "extend", fails)
+    torch.manual_seed(0)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        found = model.generate(**inputs("musicgen"), do_sample=True, guidance_scale=3.0)
+    assert torch.equal(found, expected)
