@@ -78,9 +78,11 @@ def sound_rows() -> list[list[str]]:
     """A row per model that makes sounds."""
     rows = []
     for name, make_model in sounds.MODELS.items():
-        model, ways = sounds.build(make_model), list(sounds.WAYS.values())
-        made = (survey.outcome, survey.captured_outcome)
-        cells = [[each(model, sounds.inputs(name), way) for way in ways] for each in made]
+        model, inputs, ways = sounds.build(make_model), sounds.inputs(name), sounds.ways(name)
+        cells = [
+            [survey.outcome(model, inputs, way) for way in ways],
+            [survey.captured_outcome(model, inputs, way, longer={}) for way in ways],
+        ]
         rows.append([f"`{type(model).__name__}`", name, *map(cell, cells)])
     return rows
 

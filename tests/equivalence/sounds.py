@@ -53,13 +53,43 @@ def _dia() -> Any:
     return model
 
 
+def _bark() -> Any:
+    """Whose tables of positions are shorter than the buffers of a step."""
+    part = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "block_size": 64}
+    codec = transformers.EncodecConfig(
+        num_filters=4, hidden_size=16, codebook_dim=16, codebook_size=16, num_lstm_layers=1,
+        upsampling_ratios=[4, 2], sampling_rate=8000, target_bandwidths=(32.0,),
+    )  # fmt: skip
+    config = transformers.BarkConfig(
+        semantic_config={**part, "input_vocab_size": 180, "output_vocab_size": 110},
+        coarse_acoustics_config={**part, "input_vocab_size": 140, "output_vocab_size": 132},
+        fine_acoustics_config={**part, "input_vocab_size": 17, "output_vocab_size": 17},
+        codec_config=codec,
+    )
+    model = transformers.BarkModel(config)
+    semantic = {
+        "eos_token_id": 100, "max_new_tokens": 20, "text_encoding_offset": 10, "text_pad_token": 175,
+        "semantic_pad_token": 100, "semantic_infer_token": 176, "semantic_vocab_size": 100,
+        "max_input_semantic_length": 12,
+    }  # fmt: skip
+    coarse = {
+        "max_coarse_input_length": 12, "max_coarse_history": 24, "sliding_window_len": 20,
+        "coarse_semantic_pad_token": 132, "coarse_infer_token": 133,
+    }  # fmt: skip
+    fine = {"max_fine_history_length": 16, "max_fine_input_length": 32}
+    model.generation_config = transformers.GenerationConfig(
+        semantic_config=semantic, coarse_acoustics_config=coarse, fine_acoustics_config=fine, codebook_size=16
+    )
+    return model
+
+
 @functools.cache
 def build(make: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and not name.startswith("audio_encoder."):
+            if parameter.dim() > 1 and not name.startswith(("audio_encoder.", "codec_model.")):
                 parameter.normal_(0, 0.25)
     return model
 
@@ -81,9 +111,21 @@ MODELS: dict[str, Callable[[], Any]] = {
     **MUSICGEN,
     "musicgen melody": functools.partial(_musicgen, "MusicgenMelody"),
     "dia": _dia,
+    "bark": _bark,
 }
+
+
+def ways(name: str) -> list[dict[str, Any]]:
+    """Of decoding. Bark has another kind of guidance."""
+    unguided = {"greedy": {"do_sample": False}, "sampling": {"do_sample": True, "min_eos_p": 0.2}}
+    return list((unguided if name == "bark" else WAYS).values())
 
 
 def inputs(name: str) -> dict[str, torch.Tensor]:
     """For a model: texts, of which the second one is shorter."""
-    return tokens(2, 9, 6)
+    return tokens(2, 12, 6) if name == "bark" else tokens(2, 9, 6)
+
+
+def calls(name: str) -> int:
+    """How many times a call of a model runs the library's decoding loop."""
+    return 4 if name == "bark" else 1

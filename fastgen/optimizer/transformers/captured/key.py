@@ -238,8 +238,9 @@ def prefilled(
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
     starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
     # Such a model says so when it has no position left, which it cannot in a captured step.
-    follows = getattr(config, "target_follows_source", False)
-    if follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings:
+    follows, table = getattr(config, "target_follows_source", False), getattr(model, "position_embeds_layer", None)
+    exceeds_table = table is not None and cached + limit - length - 1 > table.num_embeddings  # Bark's
+    if exceeds_table or (follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings):
         raise CannotBeCaptured("more positions than the model has")
     prompt = Prompt(
         tokens=tokens,
