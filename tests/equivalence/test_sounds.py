@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 import fastgen
-from fastgen import settings
-from tests.equivalence.captured import captures, reasons
+from fastgen import counters, settings
+from fastgen.optimizer.transformers.captured import sizes
+from tests.equivalence.captured import Counting, captures, reasons
 from tests.equivalence.check import accelerated, check, fallbacks
-from tests.equivalence.sounds import MODELS, build, calls, inputs, ways
+from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, build, calls, inputs, ways
 
-CAPTURED = ["bark"]
+CAPTURED = ["musicgen", "musicgen, stereo", "bark"]
 SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -45,6 +47,74 @@ def test_steps_are_captured(name: str, way: str) -> None:
         check(model, inputs(name), options)
         check(model, {key: value[1:] for key, value in inputs(name).items()}, options)
         assert captures() >= 2, (reasons(), fallbacks())
+
+
+@pytest.mark.parametrize("guidance", [{}, {"guidance_scale": 2.0}], ids=["alone", "guided"])
+def test_what_captured_steps_of_codebooks_return(guidance: dict[str, Any], way: str) -> None:
+    """Scores and logits, of which guidance makes one of two; K and V of both; and tokens behind a prompt of sounds."""
+    model, given = build(MODELS["musicgen"]), inputs("musicgen")
+    options = {"do_sample": False, **guidance, **SCORES}
+    check(model, given, options)
+    prompt = torch.randint(0, CODES, (2 * CODEBOOKS, 5), generator=torch.Generator().manual_seed(0))
+    prompt[:, 0] = CODES
+    check(model, {**given, "decoder_input_ids": prompt}, options)
+    check(model, {**given, "decoder_input_ids": prompt[:, :3]}, {**options, "max_new_tokens": 40})
+    assert captures() == 3, (reasons(), fallbacks())
+
+
+def test_a_step_of_codebooks_that_grows(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read in place of the last tokens is at the end of the call, and other calls end elsewhere."""
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 16)
+    model = build(MODELS["musicgen"])
+    for length in (160, 20, 90, 75):
+        check(model, inputs("musicgen"), {"do_sample": False, "guidance_scale": 3.0, "max_new_tokens": length})
+    assert captures() == 4, (reasons(), fallbacks())
+
+
+class _Streamer:
+    def __init__(self) -> None:
+        self.put_tokens: list[Any] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.put_tokens.append(tokens.tolist())
+
+    def end(self) -> None:
+        self.put_tokens.append("end")
+
+
+def test_codebooks_are_streamed(way: str) -> None:
+    model, streamed = build(MODELS["musicgen"]), []
+    for run in (fastgen.disabled, contextlib.nullcontext):
+        streamer = _Streamer()
+        with run():
+            model.generate(**inputs("musicgen"), do_sample=False, guidance_scale=3.0, streamer=streamer)
+        streamed.append(streamer.put_tokens)
+    assert streamed[0] == streamed[1] and captures() == 1, (reasons(), fallbacks())
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"repetition_penalty": 1.3, "guidance_scale": 3.0}, "guidance that does not come first"),
+        ({"eos_token_id": 5, "suppress_tokens": [5]}, "codebooks that end for themselves"),
+        ({"logits_processor": [Counting()], "guidance_scale": 3.0}, "guidance that does not come first"),
+    ],
+    ids=["penalty", "end", "processor"],
+)
+def test_codebooks_whose_steps_are_not_captured(options: dict[str, Any], why: str, way: str) -> None:
+    def given() -> dict[str, Any]:
+        return {"do_sample": False, **copy.deepcopy(options)}
+
+    check(build(MODELS["musicgen"]), inputs("musicgen"), given)
+    assert captures() == 0 and why in next(iter(reasons())), (reasons(), fallbacks())
+
+
+def test_nothing_is_drafted_for_codebooks(way: str) -> None:
+    with settings.changed(self_speculation="int8"):
+        check(build(MODELS["musicgen"]), inputs("musicgen"), {"do_sample": False})
+    assert captures() == 1, (reasons(), fallbacks())
+    assert fastgen.stats()[counters.DRAFTS]["not used"] == {"rows of tokens that are codebooks": 1}
 
 
 def test_the_decoder_of_a_model_generates_alone() -> None:

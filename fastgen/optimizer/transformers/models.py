@@ -20,7 +20,8 @@ from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of
-from fastgen.optimizer.transformers import states
+from fastgen.optimizer.transformers import codebooks, states
+from fastgen.optimizer.transformers.capturable import CAPTURABLE
 from fastgen.releases import Usual
 
 # Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
@@ -40,60 +41,8 @@ ADAPTERS = frozenset(
 )
 # Inputs that say of each token what it stands for. A step gets those of the last one: what is generated is text.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
-# looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
-# run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
-_CAPTURABLE = frozenset(
-    f"transformers.models.{name}"
-    for name in (
-        "audioflamingo3.modeling_audioflamingo3.AudioFlamingo3ForConditionalGeneration",
-        "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
-        "bark.modeling_bark.BarkCoarseModel",
-        "bark.modeling_bark.BarkSemanticModel",
-        "bert.modeling_bert.BertLMHeadModel",
-        "blip.modeling_blip_text.BlipTextLMHeadModel",
-        "camembert.modeling_camembert.CamembertForCausalLM",
-        "cohere2_vision.modeling_cohere2_vision.Cohere2VisionForConditionalGeneration",
-        "ctrl.modeling_ctrl.CTRLLMHeadModel",
-        "electra.modeling_electra.ElectraForCausalLM",
-        "encoder_decoder.modeling_encoder_decoder.EncoderDecoderModel",
-        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration",
-        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel",
-        "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
-        "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
-        "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
-        "glmasr.modeling_glmasr.GlmAsrForConditionalGeneration",
-        "granite_speech.modeling_granite_speech.GraniteSpeechForConditionalGeneration",
-        "idefics2.modeling_idefics2.Idefics2ForConditionalGeneration",
-        "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
-        "led.modeling_led.LEDForConditionalGeneration",
-        "lfm2_vl.modeling_lfm2_vl.Lfm2VlForConditionalGeneration",
-        "longt5.modeling_longt5.LongT5ForConditionalGeneration",
-        "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
-        "mamba.modeling_mamba.MambaForCausalLM",
-        "mvp.modeling_mvp.MvpForConditionalGeneration",
-        "paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration",
-        "pix2struct.modeling_pix2struct.Pix2StructForConditionalGeneration",
-        "pix2struct.modeling_pix2struct.Pix2StructTextModel",
-        "plbart.modeling_plbart.PLBartForConditionalGeneration",
-        "qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration",
-        "roberta.modeling_roberta.RobertaForCausalLM",
-        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForSpeechToText",
-        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForTextToText",
-        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForSpeechToText",
-        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForTextToText",
-        "smolvlm.modeling_smolvlm.SmolVLMForConditionalGeneration",
-        "speech_encoder_decoder.modeling_speech_encoder_decoder.SpeechEncoderDecoderModel",
-        "speech_to_text.modeling_speech_to_text.Speech2TextForConditionalGeneration",
-        "speecht5.modeling_speecht5.SpeechT5ForSpeechToText",
-        "trocr.modeling_trocr.TrOCRForCausalLM",
-        "vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
-        "xglm.modeling_xglm.XGLMForCausalLM",
-        "xlm_roberta.modeling_xlm_roberta.XLMRobertaForCausalLM",
-    )
-)
-# Of these, the tokens of an input are known not to depend on the others of a batch: those that are made of two, what is
-# inside of them, and those that read sounds.
+# Of what has captured steps, the tokens of an input are known not to depend on the others of a batch: those that are made
+# of two, what is inside of them, and those that read sounds.
 _INDEPENDENT = frozenset(
     """
     BertLMHeadModel CamembertForCausalLM ElectraForCausalLM EncoderDecoderModel GPT2LMHeadModel MBartForCausalLM
@@ -126,11 +75,18 @@ _SOURCE_WITHOUT_MASK = frozenset(
         "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration",
     )
 )
-# Inputs that the library hands to steps, which do not read them: Qwen2-Audio reads this one with a sound alone.
+# Inputs that the library hands to steps, which do not read them: Qwen2-Audio reads this one with a sound alone, and
+# MusicGen has made tokens of a sound that its own goes on from.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
     "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
         "feature_attention_mask",
+    ),
+    "transformers.models.musicgen.modeling_musicgen.MusicgenForConditionalGeneration": (
+        "prefill_outputs",
+        "input_values",
+        "padding_mask",
+        "audio_scales",
     ),
 }
 
@@ -243,6 +199,8 @@ def why_no_drafts(model: Any) -> str | None:
     """Why no draft can be verified, of which a part may be dropped; None where it can."""
     if states.are_kept(model, text_config(model.config)):
         return "a model with states that cannot go back"
+    if codebooks.are_read(model):
+        return "rows of tokens that are codebooks"
     if any(_short_name_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None
@@ -383,7 +341,7 @@ def has_captured_steps(model: Any) -> bool:
     return all(
         _runs_with_static_cache(part)
         or hasattr(type(part), "step_positions")
-        or _class_of(part) in _CAPTURABLE
+        or _class_of(part) in CAPTURABLE
         or (_class_of(part) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
         for part in parts_that_decode(model)
     )

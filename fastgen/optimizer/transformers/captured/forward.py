@@ -120,7 +120,7 @@ class Forward:
         if self._key.encoder is None:
             return {}
         kind_of_output, size = self._key.encoder
-        states = filled_with.expand(self._key.rows, self._buffers.sizes.source, size)
+        states = filled_with.expand(self._key.rows_of_model, self._buffers.sizes.source, size)
         if kind_of_output is None:
             return {STATES: states}
         return {"encoder_outputs": kind_of_output(last_hidden_state=states)}

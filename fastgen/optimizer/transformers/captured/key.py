@@ -19,6 +19,7 @@ from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
+from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
     STATES_MASK,
     TOKEN_TYPES,
@@ -79,11 +80,16 @@ class Key:
     slots: bool = False  # inputs come and go while others go on: each row has a length of its own
     adapters: Adapters = ACTIVE  # that rows may have
     forms: tuple[LayerForm, ...] = ()  # of each layer, where some keep something else than K and V
+    codebooks: Codebooks = PLAIN  # rows of the search, where they are not those of the model
     maps_rows: bool = False  # rows may verify what is drafted behind others, whose K and V they share
 
     @property
     def rows(self) -> int:
         return self.batch * self.per_input
+
+    @property
+    def rows_of_model(self) -> int:
+        return self.codebooks.rows(self.rows)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -124,8 +130,9 @@ class Prompt:
     cross: list[tuple[Tensor, Tensor]]  # [inputs, heads, encoder positions, dim]; empty without cross-attention
     span: tuple[Tensor, Tensor]  # [inputs] starts and ends of the positions that count
     cross_span: tuple[Tensor, Tensor] | None
-    tensors: dict[str, Tensor]  # the model's inputs of the first step, [inputs, ...], by name
-    logits: Tensor  # [inputs * per_input, vocabulary]: of the last position of the prompt
+    # The model's inputs of the first step, [inputs, ...], by name; of `DELAYS`, those of all positions.
+    tensors: dict[str, Tensor]
+    logits: Tensor  # [inputs * per_input, vocabulary]: of the last position of the prompt; of codebooks, of each copy
     eos: tuple[int, ...] = ()  # tokens that end a sequence
     states: list[States] = field(default_factory=list)  # of each layer that has some, [inputs, ...]
     forms: tuple[LayerForm, ...] = ()  # as of the key
@@ -208,7 +215,10 @@ def prefilled(
     """
     assert call.store is not None, "the prefill was accelerated"
     model, config, tokens = call.model, call.model.config, input_ids[::per_input]
-    inputs, length = tokens.shape
+    length, books = tokens.shape[1], Codebooks.of(model, model_kwargs)
+    inputs = books.rows(len(tokens))  # of the model
+    if books.each > 1 and eos:
+        raise CannotBeCaptured("codebooks that end for themselves")
     (own, cross), with_states = layers_of(call.store.cache), states_in(call.store.cache)
     if not with_states:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
         own, cross = _without_last_unused(own), None if cross is None else _without_last_unused(cross)
@@ -227,6 +237,8 @@ def prefilled(
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
     if cross:
         cross_kv = [layer.kv.prompt() for layer in cross]
+        if books.copies > 1 and "attention_mask" in masks:
+            masks["attention_mask"] = without_nothing(masks["attention_mask"], cross_kv)
         mask = _mask_of_source(model, inputs, masks, model_kwargs)
         cross_span = _span(mask, inputs, cross_kv[0][0].shape[2], tokens.device)
     elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
@@ -242,6 +254,10 @@ def prefilled(
     exceeds_table = table is not None and cached + limit - length - 1 > table.num_embeddings  # Bark's
     if exceeds_table or (follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings):
         raise CannotBeCaptured("more positions than the model has")
+    if books.each > 1:
+        following = {name: given[name] for name in DELAYS if name in given}
+    else:
+        following = _next_inputs(model, tokens, given, ends - starts, own_name, read)
     prompt = Prompt(
         tokens=tokens,
         new_tokens=limit - length,
@@ -250,7 +266,7 @@ def prefilled(
         cross=cross_kv,
         span=span,
         cross_span=cross_span,
-        tensors=masks | _next_inputs(model, tokens, given, ends - starts, own_name, read),
+        tensors=masks | following,
         logits=call.prefilled.logits[:, -1],
         eos=eos,
         states=[layer.prompt_states() for layer in with_states],

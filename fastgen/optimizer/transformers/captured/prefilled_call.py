@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import (
     GenerateBeamDecoderOnlyOutput,
@@ -30,8 +31,11 @@ from fastgen.optimizer.transformers.captured.pays import certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
+from fastgen.optimizer.transformers.codebooks import PLAIN, Codebooks
 from fastgen.optimizer.transformers.models import STATES, positions_of_step
 
+# It makes one row of scores of two.
+GUIDANCE = logits_process.ClassifierFreeGuidanceLogitsProcessor
 # Batches that steps are made for.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # By whether beams are searched, and whether the model has an encoder.
@@ -82,6 +86,8 @@ class PrefilledCall:
         self._signed = self._sign(self._processors)
         self._lengths = self._lengths._replace(rows=None)  # some may leave
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
+        self._codebooks = Codebooks.of(self.model, model_kwargs)
+        self._check_guidance()
         self._key = self.own_key = self._make_key()
 
     def _prepare_for_slots(self) -> None:
@@ -93,6 +99,13 @@ class PrefilledCall:
         if row_adapters.layers_of(self.model):
             number = row_adapters.number_of(self._adapter)
             self.prompt.tensors[row_adapters.NUMBERS] = torch.full_like(self.prompt.tokens[:, :1], number)
+
+    def _check_guidance(self) -> None:
+        """Raises CannotBeCaptured where something else than guidance gets the scores of both copies of an input."""
+        known = processors.all_known(self._signed)
+        where = None if known is None else [n for n, each in enumerate(known) if each.signature[1:2] == (GUIDANCE,)]
+        if (self._codebooks.copies > 1 and where != [0]) or (self._codebooks.copies == 1 and where):
+            raise CannotBeCaptured("guidance that does not come first of what processes scores")
 
     @property
     def certain_tokens(self) -> int:
@@ -151,7 +164,7 @@ class PrefilledCall:
 
     def _batch(self, inputs: int) -> int:
         """Inputs that the step is made for. On the CPU a row that idles is not free."""
-        if graph.is_recorded(self.model.device):
+        if graph.is_recorded(self.model.device) or self._codebooks != PLAIN:
             return inputs
         return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))
 
@@ -180,6 +193,7 @@ class PrefilledCall:
             axes=prompt.tensors[AXES].shape[1] if AXES in prompt.tensors else 0,
             adapters=(self._adapter,),
             forms=prompt.forms,
+            codebooks=self._codebooks,
         )
         return self._open(key)
 
