@@ -33,7 +33,8 @@ def _musicgen(kind: str, width: int = 32, **options: Any) -> Any:
         num_codebooks=CODEBOOKS, max_position_embeddings=256, eos_token_id=None, **_SPECIAL, **options,
     )  # fmt: skip
     whole = getattr(transformers, f"{kind}Config")
-    given = whole(text_encoder=transformers.T5Config(**_T5), audio_encoder=audio, decoder=decoder)
+    chroma = {"chroma_length": 12} if kind == "MusicgenMelody" else {}  # states in front of those of a text
+    given = whole(text_encoder=transformers.T5Config(**_T5), audio_encoder=audio, decoder=decoder, **chroma)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(given)
     model.generation_config.update(decoder_start_token_id=CODES, max_new_tokens=24, **_SPECIAL)
     return model

@@ -16,7 +16,7 @@ from tests.equivalence.captured import Counting, captures, reasons
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, build, calls, inputs, ways
 
-CAPTURED = ["musicgen", "musicgen, stereo", "bark"]
+CAPTURED = ["musicgen", "musicgen, stereo", "musicgen melody", "bark"]
 SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -49,10 +49,11 @@ def test_steps_are_captured(name: str, way: str) -> None:
         assert captures() >= 2, (reasons(), fallbacks())
 
 
+@pytest.mark.parametrize("name", ["musicgen", "musicgen melody"])
 @pytest.mark.parametrize("guidance", [{}, {"guidance_scale": 2.0}], ids=["alone", "guided"])
-def test_what_captured_steps_of_codebooks_return(guidance: dict[str, Any], way: str) -> None:
+def test_what_captured_steps_of_codebooks_return(name: str, guidance: dict[str, Any], way: str) -> None:
     """Scores and logits, of which guidance makes one of two; K and V of both; and tokens behind a prompt of sounds."""
-    model, given = build(MODELS["musicgen"]), inputs("musicgen")
+    model, given = build(MODELS[name]), inputs(name)
     options = {"do_sample": False, **guidance, **SCORES}
     check(model, given, options)
     prompt = torch.randint(0, CODES, (2 * CODEBOOKS, 5), generator=torch.Generator().manual_seed(0))

@@ -35,6 +35,8 @@ CAPTURABLE = frozenset(
         "mamba.modeling_mamba.MambaForCausalLM",
         "musicgen.modeling_musicgen.MusicgenForCausalLM",
         "musicgen.modeling_musicgen.MusicgenForConditionalGeneration",
+        "musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForCausalLM",
+        "musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForConditionalGeneration",
         "mvp.modeling_mvp.MvpForConditionalGeneration",
         "paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration",
         "pix2struct.modeling_pix2struct.Pix2StructForConditionalGeneration",

@@ -232,7 +232,7 @@ def _check_of_codebooks(name: str, value: Any, rows: int) -> None:
     given = value[0] if name == "encoder_outputs" and isinstance(value, ModelOutput) else value
     if value is None or has_no_rows(name, value):
         return
-    if name not in (*DELAYS, "attention_mask", "encoder_outputs") or not isinstance(given, Tensor):
+    if name not in (*DELAYS, "attention_mask", "encoder_outputs", STATES) or not isinstance(given, Tensor):
         raise Unexpected(f"the model's input {name}")
     if len(given) != rows:
         raise CannotBeCaptured(f"the model's input {name} is not one row for each input")

@@ -41,8 +41,8 @@ ADAPTERS = frozenset(
 )
 # Inputs that say of each token what it stands for. A step gets those of the last one: what is generated is text.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# Of what has captured steps, the tokens of an input are known not to depend on the others of a batch: those that are made
-# of two, what is inside of them, and those that read sounds.
+# The tokens of an input of these are known not to depend on the others of a batch: of those that are made of two, of
+# what is inside of them, and of those that read sounds.
 _INDEPENDENT = frozenset(
     """
     BertLMHeadModel CamembertForCausalLM ElectraForCausalLM EncoderDecoderModel GPT2LMHeadModel MBartForCausalLM
@@ -68,9 +68,10 @@ _COUNTING = frozenset(
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
 _PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
 # The decoder attends to all of the source, whatever mask `generate` is given: Whisper's counts the frames of a
-# recording, and what reads pictures may be given one of their parts.
+# recording, and what reads pictures may be given one of their parts. MusicGen Melody has zeros where there is padding.
 _SOURCE_WITHOUT_MASK = frozenset(
     (
+        "transformers.models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForConditionalGeneration",
         "transformers.models.vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
         "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration",
     )

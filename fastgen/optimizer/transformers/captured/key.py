@@ -21,6 +21,7 @@ from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
 from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
+    STATES,
     STATES_MASK,
     TOKEN_TYPES,
     axis_of_rows,
@@ -241,11 +242,15 @@ def prefilled(
             masks["attention_mask"] = without_nothing(masks["attention_mask"], cross_kv)
         mask = _mask_of_source(model, inputs, masks, model_kwargs)
         cross_span = _span(mask, inputs, cross_kv[0][0].shape[2], tokens.device)
-    elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
+    elif (
+        cross is not None and model_kwargs.get("encoder_outputs") is not None
+    ):  # the source has gone through self-attention, in front of the decoder's prompt
         source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
         own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
     embedded = model_kwargs.get("inputs_embeds")  # in place of the tokens, which may be the last ones, or none
     read = length if embedded is None or config.is_encoder_decoder else embedded.shape[1]
+    if books.each > 1 and not cross and STATES in model_kwargs:  # these are in front of the tokens
+        read += model_kwargs[STATES].shape[1]
     if cached != (read if own_mask is None else own_mask.shape[1]):
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
     starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
@@ -366,7 +371,7 @@ def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tu
     length = prompt.tokens.shape[1]
     encoded = model_kwargs.get("encoder_outputs")
     source = prompt.sizes.source if encoded is None else encoded[0].shape[1]
-    cached = length if model.config.is_encoder_decoder else prompt.cached
+    cached = prompt.cached if encoded is None else length
     if encoded is not None and not prompt.cross:  # the source is in front of the prompt
         source = source if length > 1 else round_up(source)
         cached = source + length - 1
