@@ -131,6 +131,18 @@ def _pix2struct() -> Any:
     return model
 
 
+def _git() -> Any:
+    """Images are in front of the tokens in the cache, five positions that no input has."""
+    vision = {**_IMAGE, "image_size": 16, "patch_size": 8}
+    return transformers.GitForCausalLM(transformers.GitConfig(**_TOKENS, **_TEXT, vision_config=vision))
+
+
+def _udop() -> Any:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    image = {"image_size": 32, "patch_size": 8, "max_2d_position_embeddings": 64}
+    return transformers.UdopForConditionalGeneration(transformers.UdopConfig(**_TOKENS, **sizes, **image))
+
+
 def _blip2(kind: str, text: Any) -> Any:
     """What generates is inside, with images among its tokens."""
     former = {**_TEXT, "vocab_size": VOCABULARY, "encoder_hidden_size": 32, "cross_attention_frequency": 1}
@@ -195,6 +207,12 @@ def _with_images(rows: int, length: int, shortest: int | None = None) -> dict[st
     return {**tokens(rows, length, shortest), "pixel_values": _images(rows)}
 
 
+def _with_a_page() -> dict[str, torch.Tensor]:
+    """Words of a page, where they are, and the page."""
+    corner = torch.rand(2, 9, 2, generator=torch.Generator().manual_seed(0)) / 2
+    return {**_with_images(2, 9), "bbox": torch.cat([corner, corner + 0.3], dim=2)}
+
+
 def _with_patches() -> dict[str, torch.Tensor]:
     """An image in parts, with the row and the column of each; the second one has fewer."""
     patches = torch.randn(2, 10, 2 + 12, generator=torch.Generator().manual_seed(0))
@@ -244,6 +262,9 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]]
     "seamless 2, sounds": (functools.partial(_seamless, "v2", "Speech"), lambda: _sounds("input_features", LONG, 16)),
     "blip, captions": (functools.partial(_blip, "ConditionalGeneration"), lambda: _with_images(2, 5)),
     "blip, questions": (functools.partial(_blip, "QuestionAnswering"), lambda: _with_images(2, 9, 6)),
+    "git": (_git, lambda: {**tokens(2, 5), "pixel_values": _images(2, 16)}),
+    "git captions": (_git, lambda: {"pixel_values": _images(2, 16)}),
+    "udop": (_udop, _with_a_page),
     "pix2struct": (_pix2struct, _with_patches),
     "blip 2 with opt": (lambda: _blip2("Blip2", _opt()), _with_queries),
     "blip 2 with t5": (lambda: _blip2("Blip2", _t5()), _with_queries),

@@ -66,6 +66,7 @@ _COUNTING = frozenset(
 )
 # With the hooks of captured/prophetnet.py.
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
+_GIT = "transformers.models.git.modeling_git.GitForCausalLM"
 _PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
 # The decoder attends to all of the source, whatever mask `generate` is given: Whisper's counts the frames of a
 # recording, and what reads pictures may be given one of their parts. MusicGen Melody has zeros where there is padding.
@@ -80,6 +81,7 @@ _SOURCE_WITHOUT_MASK = frozenset(
 # MusicGen has made tokens of a sound that its own goes on from.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
+    "transformers.models.udop.modeling_udop.UdopForConditionalGeneration": ("bbox", "visual_bbox"),
     "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
         "feature_attention_mask",
     ),
@@ -220,6 +222,14 @@ def text_config(config: Any) -> Any:
 def takes_more_than_text(model: Any) -> bool:
     """Whether a model without encoder reads pictures or sounds, too, in its prefill."""
     return not model.config.is_encoder_decoder and text_config(model.config) is not model.config
+
+
+def pictures_in_front(model: Any) -> int:
+    """Positions of pictures in front of the tokens in the cache that no input has: GIT adds them to masks."""
+    if _class_of(model) != _GIT:
+        return 0
+    count: int = model.git.encoder.layer[0].attention.self.image_patch_tokens
+    return count
 
 
 def parts_that_decode(model: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from fastgen.optimizer.transformers.models import (
     mask_of_source,
     masks_source,
     notes_positions,
+    pictures_in_front,
     type_of_generated,
 )
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
@@ -247,6 +248,12 @@ def prefilled(
     ):  # the source has gone through self-attention, in front of the decoder's prompt
         source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
         own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
+    in_front = pictures_in_front(model)
+    if in_front:
+        if cached - length != in_front:
+            raise CannotBeCaptured("a mask that the model widens by pictures that there are not")
+        own_mask = masks.get(own_name, torch.ones_like(tokens))
+        own_mask = masks[own_name] = torch.cat([own_mask.new_ones(inputs, in_front), own_mask], dim=1)
     embedded = model_kwargs.get("inputs_embeds")  # in place of the tokens, which may be the last ones, or none
     read = length if embedded is None or config.is_encoder_decoder else embedded.shape[1]
     if books.each > 1 and not cross and STATES in model_kwargs:  # these are in front of the tokens
@@ -262,7 +269,7 @@ def prefilled(
     if books.each > 1:
         following = {name: given[name] for name in DELAYS if name in given}
     else:
-        following = _next_inputs(model, tokens, given, ends - starts, own_name, read)
+        following = _next_inputs(model, tokens, {**given, **masks}, ends - starts, own_name, read)
     prompt = Prompt(
         tokens=tokens,
         new_tokens=limit - length,
