@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import fastgen  # noqa: E402
 from fastgen import releases, settings  # noqa: E402
 from tests import survey  # noqa: E402
-from tests.equivalence import composites, multimodal  # noqa: E402
+from tests.equivalence import composites, multimodal, sounds  # noqa: E402
 from tests.equivalence.cases import BEAM, CONTROL, DECODING, DRAWING, SAMPLE, SEARCH  # noqa: E402
 from tests.equivalence.check import ENTRY_POINT, run  # noqa: E402
 from tests.equivalence.hybrids import HYBRIDS  # noqa: E402
@@ -70,6 +70,19 @@ def composite_rows() -> list[list[str]]:
     for name, (make_model, inputs) in composites.MODELS.items():
         model, ways = composites.build(make_model), [composites.options(name, each) for each in DECODING.values()]
         cells = [[made(model, inputs(), way) for way in ways] for made in (survey.outcome, survey.captured_outcome)]
+        rows.append([f"`{type(model).__name__}`", name, *map(cell, cells)])
+    return rows
+
+
+def sound_rows() -> list[list[str]]:
+    """A row per model that makes sounds."""
+    rows = []
+    for name, make_model in sounds.MODELS.items():
+        model, inputs, ways = sounds.build(make_model), sounds.inputs(name), sounds.ways(name)
+        cells = [
+            [survey.outcome(model, inputs, way) for way in ways],
+            [survey.captured_outcome(model, inputs, way, longer={}) for way in ways],
+        ]
         rows.append([f"`{type(model).__name__}`", name, *map(cell, cells)])
     return rows
 
@@ -163,6 +176,12 @@ With `captured_step="always"`. What reads pictures and sounds is the library's o
 ## Models made of two, and models that read sounds
 
 {table(["model", "of", "all ways of decoding", "captured step"], composite_rows())}
+
+## Models that make sounds
+
+Greedy and sampled, with guidance and without.
+
+{table(["model", "of", "all ways of decoding", "captured step"], sound_rows())}
 
 ## Models with states besides K and V
 

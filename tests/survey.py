@@ -109,10 +109,12 @@ def outcome(model: Any, inputs: dict[str, Any], options: Any) -> str:
     return ACCELERATED if found.accelerated else f"original: {next(iter(found.reasons), 'FastGen was not called')}"
 
 
-def captured_outcome(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> str:
+def captured_outcome(
+    model: Any, inputs: dict[str, Any], options: dict[str, Any], longer: dict[str, Any] = _LONGER
+) -> str:
     """CAPTURED, or why not. Raises AssertionError if the results differ."""
     with settings.changed(captured_step="always"):
-        found = outcome(model, inputs, {**options, **_LONGER})
+        found = outcome(model, inputs, {**options, **longer})
     steps = fastgen.stats().get(counters.CAPTURED_STEP, {})
     if found != ACCELERATED or steps.get("accelerated"):
         return CAPTURED if found == ACCELERATED else found

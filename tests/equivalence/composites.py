@@ -121,6 +121,50 @@ def _blip(kind: str) -> Any:
     return model
 
 
+def _pix2struct() -> Any:
+    sizes = {"hidden_size": 32, "d_kv": 8, "d_ff": 64}
+    text = {**_TOKENS, **sizes, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": BOS, "use_cache": True}
+    vision = {**sizes, "patch_embed_hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4, "seq_len": 16}
+    config = transformers.Pix2StructConfig(text_config=text, vision_config=vision)
+    model = transformers.Pix2StructForConditionalGeneration(config)
+    model.generation_config.update(use_cache=True)
+    return model
+
+
+def _git() -> Any:
+    """Images are in front of the tokens in the cache, five positions that no input has."""
+    vision = {**_IMAGE, "image_size": 16, "patch_size": 8}
+    return transformers.GitForCausalLM(transformers.GitConfig(**_TOKENS, **_TEXT, vision_config=vision))
+
+
+def _udop() -> Any:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    image = {"image_size": 32, "patch_size": 8, "max_2d_position_embeddings": 64}
+    return transformers.UdopForConditionalGeneration(transformers.UdopConfig(**_TOKENS, **sizes, **image))
+
+
+def _blip2(kind: str, text: Any) -> Any:
+    """What generates is inside, with images among its tokens."""
+    former = {**_TEXT, "vocab_size": VOCABULARY, "encoder_hidden_size": 32, "cross_attention_frequency": 1}
+    config = getattr(transformers, f"{kind}Config")(
+        vision_config=_IMAGE, qformer_config=former, text_config=text, num_query_tokens=4,
+        image_token_index=VOCABULARY - 1,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    special = {key: value for key, value in _TOKENS.items() if key != "vocab_size"}
+    model.language_model.generation_config.update(decoder_start_token_id=BOS, **special)
+    return model
+
+
+def _opt() -> Any:
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.OPTConfig(**_TOKENS, **sizes, word_embed_proj_dim=32, max_position_embeddings=128)
+
+
+def _t5() -> Any:
+    return transformers.T5Config(**_TOKENS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+
+
 def idefics() -> Any:
     """It encodes images in its prefill, and hands what comes of it on from step to step."""
     config = transformers.IdeficsConfig(
@@ -163,6 +207,29 @@ def _with_images(rows: int, length: int, shortest: int | None = None) -> dict[st
     return {**tokens(rows, length, shortest), "pixel_values": _images(rows)}
 
 
+def _with_a_page() -> dict[str, torch.Tensor]:
+    """Words of a page, where they are, and the page."""
+    corner = torch.rand(2, 9, 2, generator=torch.Generator().manual_seed(0)) / 2
+    return {**_with_images(2, 9), "bbox": torch.cat([corner, corner + 0.3], dim=2)}
+
+
+def _with_patches() -> dict[str, torch.Tensor]:
+    """An image in parts, with the row and the column of each; the second one has fewer."""
+    patches = torch.randn(2, 10, 2 + 12, generator=torch.Generator().manual_seed(0))
+    patches[:, :, 0], patches[:, :, 1] = torch.arange(10) // 5 + 1, torch.arange(10) % 5 + 1
+    mask = torch.ones(2, 10)
+    mask[1, 7:] = patches[1, 7:] = 0
+    return {"flattened_patches": patches, "attention_mask": mask}
+
+
+def _with_queries(instruct: bool = False) -> dict[str, torch.Tensor]:
+    """Prompts behind an image, which is four tokens."""
+    inputs = _with_images(2, 12)
+    inputs["input_ids"][:, :4] = VOCABULARY - 1
+    more = {f"qformer_{name}": value for name, value in tokens(2, 6).items()} if instruct else {}
+    return inputs | more
+
+
 def _sounds(name: str, *shape: int) -> dict[str, torch.Tensor]:
     """Of which the second one is shorter."""
     sounds = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
@@ -195,6 +262,14 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]]
     "seamless 2, sounds": (functools.partial(_seamless, "v2", "Speech"), lambda: _sounds("input_features", LONG, 16)),
     "blip, captions": (functools.partial(_blip, "ConditionalGeneration"), lambda: _with_images(2, 5)),
     "blip, questions": (functools.partial(_blip, "QuestionAnswering"), lambda: _with_images(2, 9, 6)),
+    "git": (_git, lambda: {**tokens(2, 5), "pixel_values": _images(2, 16)}),
+    "git captions": (_git, lambda: {"pixel_values": _images(2, 16)}),
+    "udop": (_udop, _with_a_page),
+    "pix2struct": (_pix2struct, _with_patches),
+    "blip 2 with opt": (lambda: _blip2("Blip2", _opt()), _with_queries),
+    "blip 2 with t5": (lambda: _blip2("Blip2", _t5()), _with_queries),
+    "instructblip with opt": (lambda: _blip2("InstructBlip", _opt()), lambda: _with_queries(instruct=True)),
+    "instructblip with t5": (lambda: _blip2("InstructBlip", _t5()), lambda: _with_queries(instruct=True)),
     "florence2": (_florence2, lambda: tokens(3, LONG, 7)),
     "florence2, an image": (_florence2, _with_an_image),
 }

@@ -94,6 +94,17 @@ def test_a_mask_of_states(options: dict[str, Any], way: str) -> None:
     assert captures() == 1, (reasons(), fallbacks())
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_pictures_in_front_of_tokens(options: dict[str, Any], way: str) -> None:
+    """Without any, GIT widens masks by as much; and behind them, padding is a hole in a mask."""
+    model, inputs = build(MODELS["git"][0]), tokens(2, 9, 6)
+    prompts = {name: value.flip(1) for name, value in inputs.items()}
+    check(model, prompts, {**options, **SCORES})
+    check(model, {**prompts, "pixel_values": torch.randn(2, 3, 16, 16)}, {**options, **SCORES})
+    assert captures() == 0 and accelerated() == 2
+    assert list(reasons()) == ["a mask that the model widens by pictures that there are not", "a mask with holes"]
+
+
 @pytest.mark.parametrize("name", ["roberta and roberta", "speech to text", "vit and trocr, waves"])
 def test_nothing_is_drafted_where_positions_are_counted(name: str, way: str) -> None:
     """Behind a padding token in the middle of a pass, the model would count others than step by step."""

@@ -17,7 +17,7 @@ _SCORES = "self input_ids scores"  # of processors and criteria
 
 def patches() -> list[Patch]:
     """Returns every patch that FastGen applies to Transformers."""
-    return [*_checkpoints(), *_generation(), *_processors(), *_prophetnet(), *_latents(), *_encoders()]
+    return [*_checkpoints(), *_generation(), *_processors(), *_prophetnet(), *_bark(), *_latents(), *_encoders()]
 
 
 def _hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
@@ -56,7 +56,7 @@ def _generation() -> list[Patch]:
         hook("generate", "generate:generate", call),
         hook("_prefill", "prefill:prefill", prefill),
         hook("_beam_search", "loop:decode", loop),
-        hook("_sample", "loop:decode", loop),
+        hook("_sample", "generate:sample", loop),
         hook(encoder, "buckets:encode", inputs, former),
         hook("prepare_inputs_for_generation", "loop_hooks:prepare_inputs", has("input_ids")),
         hook("_update_model_kwargs_for_generation", "loop_hooks:update_kwargs", has("outputs model_kwargs")),
@@ -90,6 +90,11 @@ def _prophetnet() -> list[Patch]:
         _hook(module, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
         _hook(module, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
     ]
+
+
+def _bark() -> list[Patch]:
+    attends = takes("self query key value attention_mask", uses="is_causal bias head_dim attn_dropout")
+    return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "bark:attend", attends)]
 
 
 def _latents() -> list[Patch]:

@@ -175,6 +175,11 @@ def with_source(cache: Cache, config: Any) -> Cache:
     return EncoderDecoderCache(cache, DynamicCache(config=config)) if type(cache) is DynamicCache else cache
 
 
+def empty_for(config: Any) -> Cache:
+    """A cache for a decoder of this configuration, and for the K and V of what an encoder gives."""
+    return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+
+
 def layers_in(cache: Cache) -> list[list[Any]]:
     """Returns the layers of each part of a cache: of self-attention, and of cross-attention if there is any."""
     return [part.layers for part in _parts(cache)]

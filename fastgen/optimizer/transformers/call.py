@@ -97,6 +97,7 @@ class Call:
     prefilled: Any = None  # the outputs of a prefill made before the library's loop
     is_to_be_captured: bool = False  # the prefill is for a captured step
     reads_too_much: bool = False  # then only a captured step may go on after the prefill
+    is_of_own_generate: bool = False  # the model's own `generate` has begun the loop, with inputs of its choice
     cache_is_dropped: bool = False  # nobody reads the cache that the call returns
     _returns_cache: bool = False
     _packed: ExitStack = field(default_factory=ExitStack)

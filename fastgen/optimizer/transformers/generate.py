@@ -1,11 +1,13 @@
-"""The two entry points: the hook around `GenerationMixin.generate`, and `fastgen.decode`, which needs no patch.
+"""The entry points: the hook around `GenerationMixin.generate`, the hook around the decoding loop, for models whose own
+`generate` calls it, and `fastgen.decode`, which needs no patch.
 
-Both open a `Call`, and repeat it with the original code if FastGen's part fails.
+Each opens a `Call`, and repeats it with the original code if FastGen's part fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +38,8 @@ _HOOKED = {
     "_update_model_kwargs_for_generation": loop_hooks.update_kwargs,
     "_check_early_stop_heuristic": loop_hooks.early_stop,
 }
+# Beside the variables of a `generate`, which code they are those of.
+_CODE = "(code)"
 
 
 @interrupts.guarded
@@ -56,6 +60,28 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     as_ever = partial(_attempted, model, partial(_decide, model, arguments), wrapped, partial(wrapped, *args, **kwargs))
     run = elsewhere()
     return as_ever() if run is None else run(model, arguments, as_ever)
+
+
+def sample(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin._sample`: the loop of a call, or one that a model's own `generate` has begun."""
+    is_begun = Call.current(model) is not None or not patching.stands_for("GenerationMixin.generate")
+    given = {} if is_begun or not patching.is_active() else _given_to_generate(model)
+    if not given or given[_CODE] is inspect.unwrap(GenerationMixin.generate).__code__:
+        return loop.decode(wrapped, model, args, kwargs)
+    return _sample_of(given, wrapped, model, args, kwargs)
+
+
+@interrupts.guarded
+def _sample_of(given: dict[str, Any], wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A loop that a `generate` with these variables has begun."""
+    arguments = dict(inspect.signature(wrapped).bind(*args, **kwargs).arguments)
+    arguments |= arguments.pop("model_kwargs", {})
+
+    def run(**arguments: Any) -> Any:
+        return loop.decode(wrapped, model, (), arguments)
+
+    decide = partial(_decide_loop, model, arguments, given, is_of_own_generate=True)
+    return _attempted(model, decide, run, partial(wrapped, *args, **kwargs))
 
 
 @interrupts.guarded
@@ -141,13 +167,15 @@ def _with_hooks(model: Any, arguments: dict[str, Any]) -> Iterator[tuple[Any, di
 
 
 def _given_to_generate(model: Any) -> dict[str, Any]:
-    """Returns the local variables of the library's `generate` that calls `decode`: it does not pass on the streamer, an
-    assistant, or the cache that it was given. Returns {} if another caller calls `decode`.
+    """Returns the local variables, and the code, of the `generate` that calls the loop, the library's or the model's
+    own: it does not pass on the streamer, an assistant, or the cache that it was given. Returns {} if another caller
+    calls the loop.
     """
-    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code is not code:
+    known = [inspect.unwrap(vars(kind)["generate"]) for kind in type(model).__mro__ if "generate" in vars(kind)]
+    codes, frame = [getattr(each, "__code__", None) for each in known], sys._getframe(1)
+    while frame.f_back is not None and frame.f_code not in codes:
         frame = frame.f_back
-    found = dict(frame.f_locals) if frame.f_code is code else {}
+    found = {**frame.f_locals, _CODE: frame.f_code} if frame.f_code in codes else {}
     return found if found.get("self") is model else {}
 
 
@@ -177,8 +205,10 @@ def _run_loop(model: Any, with_hooks: Any, **arguments: Any) -> Any:
     return loop.decode(own.__get__(with_hooks), model, (), arguments)
 
 
-def _decide_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> _Attempt | None:
-    """Returns the call of `decode` to accelerate; None, after counting the reason, if the library's loop runs."""
+def _decide_loop(
+    model: Any, arguments: dict[str, Any], given: dict[str, Any], is_of_own_generate: bool = False
+) -> _Attempt | None:
+    """Returns the call of a loop to accelerate; None, after counting the reason, if the library's loop runs."""
     of_draft = {"inputs": given.get("inputs_tensor"), "assistant_model": given.get("assistant_model")}
     asked = {name: value for name, value in arguments.items() if name in (*user_code.ARGUMENTS, "generation_config")}
     draft, plain = taken_over(model, {**asked, **of_draft})
@@ -187,8 +217,13 @@ def _decide_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -
     if reason is not None:
         fall_back(model, reason)
         return None
-    cache_is_the_users = releases.has_own_cache(given["kwargs"]) if given else True
-    call = Call(model, not config.output_logits, cache_is_the_users, entering=claimed(), draft=draft)
+    cache_is_the_users = releases.has_own_cache(given["kwargs"]) if "kwargs" in given else True
+    if is_of_own_generate and None in (config.num_beams, config.num_return_sequences):  # which fills in no defaults
+        config = copy.copy(config)
+        config.num_beams, config.num_return_sequences = config.num_beams or 1, config.num_return_sequences or 1
+    entering = None if is_of_own_generate else claimed()  # slots have a row of tokens for each input
+    call = Call(model, not config.output_logits, cache_is_the_users, entering=entering, draft=draft)
+    call.is_of_own_generate = is_of_own_generate
     return _Attempt(call, {**arguments, "generation_config": config})
 
 

@@ -32,6 +32,7 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
+from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks
 from fastgen.optimizer.transformers.loop_hooks import HookedModel
 from fastgen.optimizer.transformers.models import (
     STATES,
@@ -212,9 +213,12 @@ def _check_model(model: Any) -> None:
 
 def _check_inputs(model: Any, rows: int, model_kwargs: dict[str, Any]) -> None:
     """Raises `CannotBeCaptured` for model inputs whose value in each step is unknown."""
-    ignored = releases.read_in_prefill().union(unread_inputs(model))
+    ignored, books = releases.read_in_prefill().union(unread_inputs(model)), Codebooks.of(model, model_kwargs)
     for name, value in model_kwargs.items():
         if name in ignored:
+            continue
+        if books != PLAIN:
+            _check_of_codebooks(name, value, rows if name in DELAYS else books.rows(rows))
             continue
         is_of_states = name in (STATES, STATES_MASK) and reads_states(model, model_kwargs)
         if not (is_of_states or _is_known(name, value)):
@@ -222,6 +226,17 @@ def _check_inputs(model: Any, rows: int, model_kwargs: dict[str, Any]) -> None:
         given = value[0] if isinstance(value, ModelOutput) else value
         if isinstance(given, Tensor) and given.shape[axis_of_rows(name, given)] != rows:
             raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
+
+
+def _check_of_codebooks(name: str, value: Any, rows: int) -> None:
+    """The same for an input of a model that reads codebooks, and for so many rows of what it is."""
+    given = value[0] if name == "encoder_outputs" and isinstance(value, ModelOutput) else value
+    if value is None or has_no_rows(name, value):
+        return
+    if name not in (*DELAYS, "attention_mask", "encoder_outputs", STATES) or not isinstance(given, Tensor):
+        raise Unexpected(f"the model's input {name}")
+    if len(given) != rows:
+        raise CannotBeCaptured(f"the model's input {name} is not one row for each input")
 
 
 def _check_users_cache(call: Call, config: Any, cache: Any) -> None:

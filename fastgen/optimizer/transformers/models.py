@@ -20,7 +20,8 @@ from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of
-from fastgen.optimizer.transformers import states
+from fastgen.optimizer.transformers import codebooks, states
+from fastgen.optimizer.transformers.capturable import CAPTURABLE
 from fastgen.releases import Usual
 
 # Rotary embeddings of these types have frequencies that depend on the longest row of the batch.
@@ -40,53 +41,6 @@ ADAPTERS = frozenset(
 )
 # Inputs that give the type of each token. A step gets the type of the last token, because generated tokens are text.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# The library does not run these with a static cache, because they read its length on the host, or because nobody has
-# checked them yet. In a captured step the host knows the length (`SymbolicLength`). Any other model that the library
-# excludes may compute positions from the number of keys, which is the buffers' capacity: GPT-Neo does.
-_CAPTURABLE = frozenset(
-    f"transformers.models.{name}"
-    for name in (
-        "audioflamingo3.modeling_audioflamingo3.AudioFlamingo3ForConditionalGeneration",
-        "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
-        "bert.modeling_bert.BertLMHeadModel",
-        "blip.modeling_blip_text.BlipTextLMHeadModel",
-        "camembert.modeling_camembert.CamembertForCausalLM",
-        "cohere2_vision.modeling_cohere2_vision.Cohere2VisionForConditionalGeneration",
-        "electra.modeling_electra.ElectraForCausalLM",
-        "encoder_decoder.modeling_encoder_decoder.EncoderDecoderModel",
-        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration",
-        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel",
-        "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
-        "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
-        "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
-        "glmasr.modeling_glmasr.GlmAsrForConditionalGeneration",
-        "granite_speech.modeling_granite_speech.GraniteSpeechForConditionalGeneration",
-        "idefics2.modeling_idefics2.Idefics2ForConditionalGeneration",
-        "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
-        "led.modeling_led.LEDForConditionalGeneration",
-        "lfm2_vl.modeling_lfm2_vl.Lfm2VlForConditionalGeneration",
-        "longt5.modeling_longt5.LongT5ForConditionalGeneration",
-        "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
-        "mamba.modeling_mamba.MambaForCausalLM",
-        "mvp.modeling_mvp.MvpForConditionalGeneration",
-        "paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration",
-        "plbart.modeling_plbart.PLBartForConditionalGeneration",
-        "qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration",
-        "roberta.modeling_roberta.RobertaForCausalLM",
-        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForSpeechToText",
-        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForTextToText",
-        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForSpeechToText",
-        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForTextToText",
-        "smolvlm.modeling_smolvlm.SmolVLMForConditionalGeneration",
-        "speech_encoder_decoder.modeling_speech_encoder_decoder.SpeechEncoderDecoderModel",
-        "speech_to_text.modeling_speech_to_text.Speech2TextForConditionalGeneration",
-        "speecht5.modeling_speecht5.SpeechT5ForSpeechToText",
-        "trocr.modeling_trocr.TrOCRForCausalLM",
-        "vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
-        "xglm.modeling_xglm.XGLMForCausalLM",
-        "xlm_roberta.modeling_xlm_roberta.XLMRobertaForCausalLM",
-    )
-)
 # Classes whose tokens for an input are known not to depend on the other inputs of a batch: composites of two models,
 # their parts, and models that read audio.
 _INDEPENDENT = frozenset(
@@ -112,20 +66,30 @@ _COUNTING = frozenset(
 )
 # With the hooks of captured/prophetnet.py.
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
+_GIT = "transformers.models.git.modeling_git.GitForCausalLM"
 _PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
 # The decoder attends to the whole source, whatever mask `generate` is given: Whisper's mask counts the frames of a
-# recording, and an image model may be given a mask of image patches.
+# recording, and an image model may be given a mask of image patches. MusicGen Melody has zeros where there is padding.
 _SOURCE_WITHOUT_MASK = frozenset(
     (
+        "transformers.models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForConditionalGeneration",
         "transformers.models.vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
         "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration",
     )
 )
-# Inputs that the library passes to steps, which do not read them. Qwen2-Audio reads this one only together with audio.
+# Inputs that the library passes to steps, which do not read them. Qwen2-Audio reads this one only together with audio,
+# and MusicGen turns its audio prompt into tokens first.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
+    "transformers.models.udop.modeling_udop.UdopForConditionalGeneration": ("bbox", "visual_bbox"),
     "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
         "feature_attention_mask",
+    ),
+    "transformers.models.musicgen.modeling_musicgen.MusicgenForConditionalGeneration": (
+        "prefill_outputs",
+        "input_values",
+        "padding_mask",
+        "audio_scales",
     ),
 }
 
@@ -238,6 +202,8 @@ def why_no_drafts(model: Any) -> str | None:
     """Returns why no draft can be verified, because rejected positions cannot be dropped; None if drafts can be."""
     if states.are_kept(model, text_config(model.config)):
         return "a model with states that cannot go back"
+    if codebooks.are_read(model):
+        return "rows of tokens that are codebooks"
     if any(_short_name_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None
@@ -256,6 +222,14 @@ def text_config(config: Any) -> Any:
 def takes_more_than_text(model: Any) -> bool:
     """Whether the prefill of a model without an encoder may also read images or audio."""
     return not model.config.is_encoder_decoder and text_config(model.config) is not model.config
+
+
+def pictures_in_front(model: Any) -> int:
+    """Positions of pictures in front of the tokens in the cache that no input has: GIT adds them to masks."""
+    if _class_of(model) != _GIT:
+        return 0
+    count: int = model.git.encoder.layer[0].attention.self.image_patch_tokens
+    return count
 
 
 def parts_that_decode(model: Any) -> list[Any]:
@@ -380,7 +354,7 @@ def has_captured_steps(model: Any) -> bool:
     return all(
         _runs_with_static_cache(part)
         or hasattr(type(part), "step_positions")
-        or _class_of(part) in _CAPTURABLE
+        or _class_of(part) in CAPTURABLE
         or (_class_of(part) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
         for part in parts_that_decode(model)
     )

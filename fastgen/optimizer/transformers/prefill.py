@@ -30,6 +30,7 @@ from fastgen.optimizer.transformers.models import (
     parts_that_decode,
     reads_states,
     takes_more_than_text,
+    text_config,
 )
 from fastgen.releases import Usual
 
@@ -137,9 +138,14 @@ def _one_row_each(
     cache = releases.cache_in(model_kwargs)
     if not model_kwargs.get("use_cache"):
         raise NotAccelerated(Usual("no K/V cache (use_cache=False)"))
+    if cache is None and call.is_of_own_generate and call.model.config.is_encoder_decoder:  # its decoder would make one
+        cache = caches.empty_for(text_config(call.model.config))
+        model_kwargs = {**model_kwargs, **releases.with_cache(cache)}
     if cache is None:
         raise NotAccelerated(releases.why_no_cache())
     per_input = max(config.num_beams, config.num_return_sequences)
+    if per_input > 1 and call.is_of_own_generate:
+        raise NotAccelerated("several sequences for an input in a decoding loop that the model's own generate begins")
     if per_input > 1 and hands_on_more(call.model):
         raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     several = per_input > 1 and takes_more_than_text(call.model)

@@ -35,6 +35,7 @@ from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
+from fastgen.optimizer.transformers.codebooks import PLAIN
 
 ENTRY_POINT = "transformers.captured_step, any number of inputs"
 # Attempts at recording: the size of an intermediate result may coincide with that of a buffer.
@@ -43,7 +44,7 @@ _TRIES = 2
 
 def is_symbolic(key: Key) -> bool:
     """Whether one recording may serve any number of inputs."""
-    return key.draft is None and key.width == 1
+    return key.draft is None and key.width == 1 and key.codebooks == PLAIN
 
 
 def is_recorded(model: Any, key: Key, room: Sizes, inputs: int) -> bool:

@@ -20,6 +20,7 @@ from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.codebooks import DELAYS
 
 
 class StepBuffers:
@@ -46,7 +47,9 @@ class StepBuffers:
         self.device = device = prompt.tokens.device
         self.growing = growing = Growing() if key.sizes.new == 0 else None
         capacity = sizes.new + key.width - 1
-        self.position = StepState(key.batch, key.per_input, capacity, device, key.width, growing, key.maps_rows)
+        self.position = StepState(
+            key.codebooks.rows(key.batch), key.per_input, capacity, device, key.width, growing, key.maps_rows
+        )
         self.own = [
             FixedKV(*kv, self.position, sizes.cached, has_suffix=True, window=window, growing=growing)
             for kv, window in zip(prompt.own, key.windows, strict=True)
@@ -64,6 +67,7 @@ class StepBuffers:
         self._marked = 1 if key.draft is None else key.width
         self.inputs = {name: self._input(name, prompt.tensors[name]) for name in key.tensors}
         self.present = self.start = 0
+        self._delays: dict[str, Tensor] = {}  # of the call, of all its positions: those of `DELAYS`
         self._lengths: tuple[list[int], list[int]] = ([], [])  # positions that the prefill has stored in each layer
 
     @property
@@ -94,8 +98,9 @@ class StepBuffers:
     def _input(self, name: str, first: Tensor) -> Tensor:
         """Returns the buffer of a model input: [rows, width]; a mask's width has room for positions to come."""
         width = self._width_of(name, self.sizes)
-        buffer = torch.zeros(self._key.rows, width, dtype=first.dtype, device=first.device)
-        if self.growing is not None and name in MASKS:
+        rows = self._key.rows if name in DELAYS else self._key.rows_of_model
+        buffer = torch.zeros(rows, width, dtype=first.dtype, device=first.device)
+        if self.growing is not None and name in (*MASKS, *DELAYS):
             self.growing.add(buffer)
         return buffer
 
@@ -104,11 +109,24 @@ class StepBuffers:
             return sizes.cached + sizes.new + self._marked - 1
         if name == "attention_mask":
             return sizes.source
+        if name in DELAYS:
+            return sizes.prompt + sizes.new
         return self._key.axes if name == AXES else 1
 
     @property
     def _masks(self) -> list[Tensor]:
         return [buffer for name, buffer in self.inputs.items() if self._key.is_sequences_mask(name)]
+
+    def of_step(self, length: Tensor) -> dict[str, Tensor]:
+        """The inputs of the model in a step that reads the last of so many tokens of each sequence, [rows]."""
+        last = (length - 1).unsqueeze(1)
+        delays = {name: buffer.gather(1, last) for name, buffer in self.inputs.items() if name in DELAYS}
+        return self.inputs | delays
+
+    def _put_delay(self, name: str, buffer: Tensor) -> None:
+        """What a call says of all its positions, as far as there is room."""
+        given = self._delays[name][:, : buffer.shape[1] - self.start]
+        buffer[:, self.start : self.start + given.shape[1]] = given
 
     # ---- the model's cache
 
@@ -176,7 +194,10 @@ class StepBuffers:
             if (width := self._width_of(name, sizes)) != buffer.shape[1]:
                 larger = buffer.new_zeros(len(buffer), width)
                 first = sizes.cached - have.cached if self._key.is_sequences_mask(name) else 0
-                larger[:, first : first + buffer.shape[1]] = buffer
+                if name in self._delays:
+                    self._put_delay(name, larger)
+                else:
+                    larger[:, first : first + buffer.shape[1]] = buffer
                 growth.append(partial(self.growing.exchange, buffer, larger))
         return partial(self._grow, sizes, growth)
 
@@ -216,14 +237,20 @@ class StepBuffers:
             kv.load(keys, values, *prompt.cross_span, at_end=False, inputs=inputs)
         for states, given_states in zip(self.states, prompt.states, strict=True):
             states.load(given_states, inputs)
+        if inputs == slice(None):
+            self.present, self.start = prompt.inputs, self.sizes.prompt - prompt.tokens.shape[1]
+            self._delays = {name: prompt.tensors[name] for name in self.inputs if name in DELAYS}
+        for name in self._delays:
+            self._put_delay(name, self.inputs[name])
         for name, buffer in self.inputs.items():
-            part = buffer.view(key.batch, key.per_input, -1)[inputs].flatten(0, 1)
+            if name in self._delays:
+                continue
+            part = buffer.unflatten(0, (-1, key.per_input))[inputs].flatten(0, 1)
             given = prompt.tensors[name].repeat_interleave(key.per_input, dim=0)
             end = self.sizes.cached if key.is_sequences_mask(name) else given.shape[1]
             part.zero_()
             part[: given.shape[0], end - given.shape[1] : end] = given
         if inputs == slice(None):
-            self.present, self.start = prompt.inputs, self.sizes.prompt - prompt.tokens.shape[1]
             self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross]
         self.position.begin(inputs)
         self._measure()
@@ -236,6 +263,7 @@ class StepBuffers:
 
         All changes are in place, and may be captured.
         """
+        taken = self._key.codebooks.of_rows(taken)
         if parents is not None and self._key.per_input > 1:
             for each in self.states:
                 each.reorder(parents)
@@ -279,6 +307,7 @@ class StepBuffers:
         """
         if target == slice(None):
             self.start, self.present, self._lengths = other.start, other.present, other._lengths
+            self._delays = other._delays
         for kv, old in zip(self.layers, other.layers, strict=True):
             kv.insert(old, source, target)
         for states, others in zip(self.states, other.states, strict=True):
@@ -295,6 +324,8 @@ class StepBuffers:
             part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
             part[target] = 0
             part[target, :, : given.shape[2]] = given[source]
+        for name in self._delays:
+            self._put_delay(name, self.inputs[name])
 
     def leave(self, inputs: slice) -> None:
         """Ends these inputs: attention reads nothing of them, and the model gets inputs valid at any position."""
@@ -348,9 +379,9 @@ class StepBuffers:
         Self-attention has the positions of the prompt and of `new` tokens after it.
         """
         own, cross = self._lengths
-        at_end = not self._key.source_in_front
+        at_end, present = not self._key.source_in_front, self._key.codebooks.rows(self.present)
         return (
-            [kv.materialize(self.present, length, new, at_end) for kv, length in zip(self.own, own, strict=True)],
-            [kv.materialize(self.present, length) for kv, length in zip(self.cross, cross, strict=True)],
+            [kv.materialize(present, length, new, at_end) for kv, length in zip(self.own, own, strict=True)],
+            [kv.materialize(present, length) for kv, length in zip(self.cross, cross, strict=True)],
             [each.first(self.rows) for each in self.states],
         )

@@ -54,7 +54,8 @@ class Choice:
         self._device = device = search.tokens.device
         self._size = size = key.rows, vocabulary
         self._scores = torch.zeros(size if processors is None else (0,), device=device)
-        self.kept = {name: torch.zeros(size, device=device) for name in key.kept}
+        sizes = {"logits": (key.rows * key.codebooks.copies, vocabulary)}
+        self.kept = {name: torch.zeros(sizes.get(name, size), device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
         self._stops = torch.zeros(0, dtype=torch.bool, device=device)
         self._written: list[tuple[slice, int, Tensor]] = []  # what criteria have written over the last tokens
@@ -172,7 +173,9 @@ class Choice:
 
     def _keep(self, turns: Sequence[Turn]) -> None:
         for host, inputs, *_ in turns:
-            host.keep({name: buffer[self._rows(inputs)] for name, buffer in self.kept.items()})
+            rows = self._rows(inputs)  # of logits that guidance makes one of, all
+            kept = {name: each[rows] if len(each) == self._size[0] else each for name, each in self.kept.items()}
+            host.keep(kept)
 
     def _stop(self, turns: Sequence[Turn]) -> None:
         self._keep(turns)

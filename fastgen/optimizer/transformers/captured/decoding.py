@@ -27,6 +27,7 @@ from fastgen.optimizer.transformers.captured.host import Written
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.step import DecodeStep
+from fastgen.optimizer.transformers.codebooks import PLAIN
 from fastgen.optimizer.transformers.models import reads_padding
 
 # Replays that a call needs before its median time per step counts as a measurement.
@@ -146,6 +147,7 @@ class Decoding(PrefilledCall):
     def _rows_may_idle(self) -> bool:
         """Whether a step for more inputs gives the same results: its spare rows draw nothing, and nobody sees them."""
         is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
+        is_seen |= self._key.codebooks != PLAIN
         return not is_seen
 
     def _note(self, tokens: int, eager_steps: int) -> None:
@@ -235,6 +237,7 @@ class Decoding(PrefilledCall):
         """
         is_seen = self._key.samples or self._key.waits_for_host or self._streamer is not None
         is_seen |= self.config.return_dict_in_generate or self._call.cache_is_the_users
+        is_seen |= self._key.codebooks != PLAIN
         if is_seen or not graph.is_recorded(self.model.device) or self._call.rows_depend_on_each_other:
             return None
         if not reads_padding(self.model, self.config):

@@ -19,7 +19,7 @@ from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.models import STATES, counts_on_the_host
+from fastgen.optimizer.transformers.models import STATES, counts_on_the_host, pictures_in_front
 from fastgen.optimizer.transformers.states import StepStates
 
 
@@ -45,6 +45,9 @@ class Forward:
         inputs = model.prepare_inputs_for_generation(
             tokens, next_sequence_length=width, **releases.with_cache(cache), **given, **self._constants(width)
         )
+        mask = inputs.get("attention_mask")
+        if pictures_in_front(model) and (mask is None or mask.dim() == 2):
+            raise CannotBeCaptured("a mask that the model widens")
         if any(name in given and inputs.get(name) is None for name in POSITIONS):
             # The model would count positions from the cache, although prompts may be preceded by padding.
             raise CannotBeCaptured("positions that the model does not read")
@@ -120,7 +123,7 @@ class Forward:
         if self._key.encoder is None:
             return {}
         kind_of_output, size = self._key.encoder
-        states = filled_with.expand(self._key.rows, self._buffers.sizes.source, size)
+        states = filled_with.expand(self._key.rows_of_model, self._buffers.sizes.source, size)
         if kind_of_output is None:
             return {STATES: states}
         return {"encoder_outputs": kind_of_output(last_hidden_state=states)}

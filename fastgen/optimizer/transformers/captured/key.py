@@ -19,13 +19,16 @@ from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
+from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
+    STATES,
     STATES_MASK,
     TOKEN_TYPES,
     axis_of_rows,
     mask_of_source,
     masks_source,
     notes_positions,
+    pictures_in_front,
     type_of_generated,
 )
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
@@ -79,11 +82,16 @@ class Key:
     slots: bool = False  # inputs come and go while others continue: each row has its own length
     adapters: Adapters = ACTIVE  # adapters that rows may use
     forms: tuple[LayerForm, ...] = ()  # of each layer, if some keep states instead of K and V
+    codebooks: Codebooks = PLAIN  # rows of the search, if they differ from those of the model
     maps_rows: bool = False  # spare rows may verify the draft of another row, whose K and V they share
 
     @property
     def rows(self) -> int:
         return self.batch * self.per_input
+
+    @property
+    def rows_of_model(self) -> int:
+        return self.codebooks.rows(self.rows)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -124,8 +132,10 @@ class Prompt:
     cross: list[tuple[Tensor, Tensor]]  # [inputs, heads, encoder positions, dim]; empty without cross-attention
     span: tuple[Tensor, Tensor]  # [inputs] starts and ends of the positions that count
     cross_span: tuple[Tensor, Tensor] | None
-    tensors: dict[str, Tensor]  # the model's inputs for the first step, [inputs, ...], by name
-    logits: Tensor  # [inputs * per_input, vocabulary]: logits of the prompt's last position
+    # The model's inputs for the first step, [inputs, ...], by name; `DELAYS` has those of all positions.
+    tensors: dict[str, Tensor]
+    # [inputs * per_input, vocabulary]: logits of the prompt's last position; with codebooks, of each copy of an input.
+    logits: Tensor
     eos: tuple[int, ...] = ()  # tokens that end a sequence
     states: list[States] = field(default_factory=list)  # of each layer that has states, [inputs, ...]
     forms: tuple[LayerForm, ...] = ()  # as in the key
@@ -208,7 +218,10 @@ def prefilled(
     """
     assert call.store is not None, "the prefill was accelerated"
     model, config, tokens = call.model, call.model.config, input_ids[::per_input]
-    inputs, length = tokens.shape
+    length, books = tokens.shape[1], Codebooks.of(model, model_kwargs)
+    inputs = books.rows(len(tokens))  # of the model
+    if books.each > 1 and eos:
+        raise CannotBeCaptured("codebooks that end for themselves")
     (own, cross), with_states = layers_of(call.store.cache), states_in(call.store.cache)
     if not with_states:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
         own, cross = _without_last_unused(own), None if cross is None else _without_last_unused(cross)
@@ -227,20 +240,36 @@ def prefilled(
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
     if cross:
         cross_kv = [layer.kv.prompt() for layer in cross]
+        if books.copies > 1 and "attention_mask" in masks:
+            masks["attention_mask"] = without_nothing(masks["attention_mask"], cross_kv)
         mask = _mask_of_source(model, inputs, masks, model_kwargs)
         cross_span = _span(mask, inputs, cross_kv[0][0].shape[2], tokens.device)
-    elif cross is not None:  # self-attention holds the source before the decoder's prompt
+    elif cross is not None and model_kwargs.get("encoder_outputs") is not None:
+        # Self-attention holds the source before the decoder's prompt.
         source = masks.setdefault("attention_mask", tokens.new_ones(inputs, cached - length + 1))
         own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
+    in_front = pictures_in_front(model)
+    if in_front:
+        if cached - length != in_front:
+            raise CannotBeCaptured("a mask that the model widens by pictures that there are not")
+        own_mask = masks.get(own_name, torch.ones_like(tokens))
+        own_mask = masks[own_name] = torch.cat([own_mask.new_ones(inputs, in_front), own_mask], dim=1)
     embedded = model_kwargs.get("inputs_embeds")  # these replace the tokens, which may be the last ones only, or none
     read = length if embedded is None or config.is_encoder_decoder else embedded.shape[1]
+    if books.each > 1 and not cross and STATES in model_kwargs:  # these are in front of the tokens
+        read += model_kwargs[STATES].shape[1]
     if cached != (read if own_mask is None else own_mask.shape[1]):
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
     starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
-    # The model raises an error when it has no position left, which a captured step cannot.
-    follows = getattr(config, "target_follows_source", False)
-    if follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings:
+    # These models raise an error when they have no position left, which a captured step cannot.
+    follows, table = getattr(config, "target_follows_source", False), getattr(model, "position_embeds_layer", None)
+    exceeds_table = table is not None and cached + limit - length - 1 > table.num_embeddings  # Bark's
+    if exceeds_table or (follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings):
         raise CannotBeCaptured("more positions than the model has")
+    if books.each > 1:
+        following = {name: given[name] for name in DELAYS if name in given}
+    else:
+        following = _next_inputs(model, tokens, {**given, **masks}, ends - starts, own_name, read)
     prompt = Prompt(
         tokens=tokens,
         new_tokens=limit - length,
@@ -249,7 +278,7 @@ def prefilled(
         cross=cross_kv,
         span=span,
         cross_span=cross_span,
-        tensors=masks | _next_inputs(model, tokens, given, ends - starts, own_name, read),
+        tensors=masks | following,
         logits=call.prefilled.logits[:, -1],
         eos=eos,
         states=[layer.prompt_states() for layer in with_states],
@@ -349,7 +378,7 @@ def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tu
     length = prompt.tokens.shape[1]
     encoded = model_kwargs.get("encoder_outputs")
     source = prompt.sizes.source if encoded is None else encoded[0].shape[1]
-    cached = length if model.config.is_encoder_decoder else prompt.cached
+    cached = prompt.cached if encoded is None else length
     if encoded is not None and not prompt.cross:  # the source comes before the prompt
         source = source if length > 1 else round_up(source)
         cached = source + length - 1

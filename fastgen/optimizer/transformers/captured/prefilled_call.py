@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import (
     GenerateBeamDecoderOnlyOutput,
@@ -30,8 +31,11 @@ from fastgen.optimizer.transformers.captured.pays import certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.models import STATES, positions_of_step
+from fastgen.optimizer.transformers.codebooks import PLAIN, Codebooks
+from fastgen.optimizer.transformers.models import STATES, pictures_in_front, positions_of_step
 
+# Combines two rows of scores into one.
+GUIDANCE = logits_process.ClassifierFreeGuidanceLogitsProcessor
 # Numbers of inputs that steps are made for, unless a step can be made for any number.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # By whether beams are searched, and whether the model has an encoder.
@@ -83,17 +87,28 @@ class PrefilledCall:
         self._signed = self._sign(self._processors)
         self._lengths = self._lengths._replace(rows=None)  # some rows may leave the batch
         self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
+        self._codebooks = Codebooks.of(self.model, model_kwargs)
+        self._check_guidance()
         self._key = self.own_key = self._make_key()
 
     def _prepare_for_slots(self) -> None:
         """Adapts the prompt to a step with slots, or refuses it."""
         if self.prompt.cross and not self.model.config.is_encoder_decoder:
             raise CannotBeCaptured("states of an encoder in slots")
+        if pictures_in_front(self.model):
+            raise CannotBeCaptured("pictures in front of the tokens in slots")
         if self.prompt.cross:  # in slots, a source has no padding
             self.prompt.tensors.pop("attention_mask", None)
         if row_adapters.layers_of(self.model):
             number = row_adapters.number_of(self._adapter)
             self.prompt.tensors[row_adapters.NUMBERS] = torch.full_like(self.prompt.tokens[:, :1], number)
+
+    def _check_guidance(self) -> None:
+        """Raises CannotBeCaptured where something else than guidance gets the scores of both copies of an input."""
+        known = processors.all_known(self._signed)
+        where = None if known is None else [n for n, each in enumerate(known) if each.signature[1:2] == (GUIDANCE,)]
+        if (self._codebooks.copies > 1 and where != [0]) or (self._codebooks.copies == 1 and where):
+            raise CannotBeCaptured("guidance that does not come first of what processes scores")
 
     @property
     def certain_tokens(self) -> int:
@@ -152,7 +167,7 @@ class PrefilledCall:
 
     def _batch(self, inputs: int) -> int:
         """Returns the number of inputs that the step is made for. On a CPU, an idle row costs time."""
-        if graph.is_recorded(self.model.device):
+        if graph.is_recorded(self.model.device) or self._codebooks != PLAIN:
             return inputs
         return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))
 
@@ -181,6 +196,7 @@ class PrefilledCall:
             axes=prompt.tensors[AXES].shape[1] if AXES in prompt.tensors else 0,
             adapters=(self._adapter,),
             forms=prompt.forms,
+            codebooks=self._codebooks,
         )
         return self._open(key)
 

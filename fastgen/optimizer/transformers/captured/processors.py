@@ -305,6 +305,7 @@ _READERS_BY_NAME = {
     ),
     "SequenceBiasLogitsProcessor": _BIASES,
     "NoBadWordsLogitsProcessor": _BIASES,
+    "ClassifierFreeGuidanceLogitsProcessor": _library("guidance_scale"),
     "TemperatureLogitsWarper": _library("temperature"),
     "TopKLogitsWarper": _Reader(_top_k, ("top_k", "filter_value"), others=(releases.KEPT_BY_TOP_K,)),
     "TopPLogitsWarper": _Reader(_top_p, ("top_p", *_KEPT)),

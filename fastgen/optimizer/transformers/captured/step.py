@@ -195,7 +195,7 @@ class DecodeStep:
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
         """Chooses the first token from the prompt's logits, [inputs * per_input, vocabulary]."""
-        all_rows = logits.new_zeros(self.key.rows, logits.shape[-1])
+        all_rows = logits.new_zeros(self.key.rows * self.key.codebooks.copies, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
         self.choice.first(all_rows, self._send, self.turns(host, 0))
 
@@ -367,4 +367,5 @@ class DecodeStep:
     def _logits(self, model: Any) -> Tensor:
         """Returns the logits, [rows, vocabulary], for the tokens that the search has chosen."""
         tokens, cache = self.search.tokens.unsqueeze(1), self.forward.cache(model, self._cache)
-        return self.forward(model, cache, tokens, self.buffers.inputs, 1)[:, -1]
+        inputs = self.buffers.of_step(self.search.length.view(-1))
+        return self.forward(model, cache, tokens, inputs, 1)[:, -1]

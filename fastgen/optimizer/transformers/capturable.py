@@ -1,0 +1,62 @@
+"""Which models have captured steps though the library does not run them with a static cache."""
+
+from __future__ import annotations
+
+# The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
+# looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
+# run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
+CAPTURABLE = frozenset(
+    f"transformers.models.{name}"
+    for name in (
+        "audioflamingo3.modeling_audioflamingo3.AudioFlamingo3ForConditionalGeneration",
+        "aya_vision.modeling_aya_vision.AyaVisionForConditionalGeneration",
+        "bark.modeling_bark.BarkCoarseModel",
+        "bark.modeling_bark.BarkSemanticModel",
+        "bert.modeling_bert.BertLMHeadModel",
+        "blip.modeling_blip_text.BlipTextLMHeadModel",
+        "camembert.modeling_camembert.CamembertForCausalLM",
+        "cohere2_vision.modeling_cohere2_vision.Cohere2VisionForConditionalGeneration",
+        "ctrl.modeling_ctrl.CTRLLMHeadModel",
+        "electra.modeling_electra.ElectraForCausalLM",
+        "encoder_decoder.modeling_encoder_decoder.EncoderDecoderModel",
+        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeForConditionalGeneration",
+        "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel",
+        "falcon_h1.modeling_falcon_h1.FalconH1ForCausalLM",
+        "falcon_mamba.modeling_falcon_mamba.FalconMambaForCausalLM",
+        "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
+        "git.modeling_git.GitForCausalLM",
+        "glmasr.modeling_glmasr.GlmAsrForConditionalGeneration",
+        "granite_speech.modeling_granite_speech.GraniteSpeechForConditionalGeneration",
+        "idefics2.modeling_idefics2.Idefics2ForConditionalGeneration",
+        "idefics3.modeling_idefics3.Idefics3ForConditionalGeneration",
+        "led.modeling_led.LEDForConditionalGeneration",
+        "lfm2_vl.modeling_lfm2_vl.Lfm2VlForConditionalGeneration",
+        "longt5.modeling_longt5.LongT5ForConditionalGeneration",
+        "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
+        "mamba.modeling_mamba.MambaForCausalLM",
+        "musicgen.modeling_musicgen.MusicgenForCausalLM",
+        "musicgen.modeling_musicgen.MusicgenForConditionalGeneration",
+        "musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForCausalLM",
+        "musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForConditionalGeneration",
+        "mvp.modeling_mvp.MvpForConditionalGeneration",
+        "paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration",
+        "pix2struct.modeling_pix2struct.Pix2StructForConditionalGeneration",
+        "pix2struct.modeling_pix2struct.Pix2StructTextModel",
+        "plbart.modeling_plbart.PLBartForConditionalGeneration",
+        "qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration",
+        "roberta.modeling_roberta.RobertaForCausalLM",
+        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForSpeechToText",
+        "seamless_m4t.modeling_seamless_m4t.SeamlessM4TForTextToText",
+        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForSpeechToText",
+        "seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ForTextToText",
+        "smolvlm.modeling_smolvlm.SmolVLMForConditionalGeneration",
+        "speech_encoder_decoder.modeling_speech_encoder_decoder.SpeechEncoderDecoderModel",
+        "speech_to_text.modeling_speech_to_text.Speech2TextForConditionalGeneration",
+        "speecht5.modeling_speecht5.SpeechT5ForSpeechToText",
+        "trocr.modeling_trocr.TrOCRForCausalLM",
+        "udop.modeling_udop.UdopForConditionalGeneration",
+        "vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
+        "xglm.modeling_xglm.XGLMForCausalLM",
+        "xlm_roberta.modeling_xlm_roberta.XLMRobertaForCausalLM",
+    )
+)
