@@ -18,8 +18,10 @@ from fastgen import releases
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
 from fastgen.ops import gpu as operators
+from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from tests import near_ties
 from tests.equivalence.captured import (
     BEAMS,
     BY_RELEASE,
@@ -217,6 +219,31 @@ def test_scores_are_of_the_mode_of_the_call(beams: int, device: torch.device) ->
             result = model.generate(**inputs, **options, stopping_criteria=StoppingCriteriaList([criterion]))
         assert seen == {result.scores[0].is_inference()} == {mode is torch.inference_mode}
         seen.clear()
+    assert captures(), reasons()
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_results_are_of_the_mode_of_the_call(beams: int, name: str, device: torch.device) -> None:
+    """All tensors, also of a result that is one."""
+    model, inputs = build(BY_NAME[name], device)
+    options = {"num_beams": beams, "max_new_tokens": 24, "eos_token_id": None}
+    returned = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+
+    def modes() -> list[tuple[str, bool]]:
+        results = [model.generate(**inputs, **options), dict(model.generate(**inputs, **options, **returned))]
+        cache = results[1].pop(releases.cache_name())
+        layers = (layer for part in caches.layers_in(cache) for layer in part)
+        kept = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+        found = near_ties.pairs([*results, kept], [*results, kept])
+        return [(place, each.is_inference()) for place, each, _ in found if isinstance(each, torch.Tensor)]
+
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            found = modes()
+            with fastgen.disabled():
+                assert found == modes()
+        assert dict(found)["result[0]"] == (mode is torch.inference_mode)
     assert captures(), reasons()
 
 

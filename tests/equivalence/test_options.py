@@ -17,7 +17,7 @@ from fastgen.optimizer.transformers import prefill
 from tests import near_ties
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, CONTROL, DRAWING, SAMPLE, SEARCH
 from tests.equivalence.check import accelerated, assert_same, check, run
-from tests.equivalence.models import BY_NAME, EOS, LONG, VOCABULARY, Family
+from tests.equivalence.models import BY_NAME, EOS, LLAMA, LONG, VOCABULARY, Family, Weights
 from tests.equivalence.options import FAMILIES, SCORES, any_decoding, beam_and_sample, checked, every
 from tests.equivalence.others import made
 
@@ -130,6 +130,18 @@ def test_everything_returned(family: Family, decoding: dict[str, Any]) -> None:
     assert accelerated() == 1
     assert {"scores", "logits", releases.cache_name()} <= set(result)
     assert ("decoder_attentions" if family.encoder_decoder else "attentions") in result
+
+
+def test_hidden_states_of_several_predictions() -> None:
+    """AltUp has its predictions in front of the rows, as many as there are inputs, or more."""
+    of_its_own = {"head_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+    config = {**LLAMA, **of_its_own, "num_kv_shared_layers": 0, "laurel_rank": 4}
+    model = Family("gemma3n", "Gemma3nForCausalLM", Weights(1), config).build()
+    returned = {"output_hidden_states": True, "return_dict_in_generate": True}
+    for batch in (2, model.config.altup_num_inputs):
+        inputs = {"input_ids": torch.arange(5, 5 + 6 * batch).view(batch, 6)}
+        check(model, inputs, {**BEAM, "max_new_tokens": 4, **returned})
+    assert accelerated() == 2
 
 
 # ---- code of the user's

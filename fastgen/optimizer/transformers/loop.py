@@ -136,7 +136,18 @@ def _captured(call: Call, wrapped: Any, arguments: dict[str, Any], model_kwargs:
         # The library's loops without beams would compile the model here, or warn that they do not.
         model._valid_auto_compile_criteria(model_kwargs, config)
     counters.count_accelerated(ENTRY_POINT)
-    return result
+    return _of_the_mode(result) if torch.is_inference_mode_enabled() and call.entering is None else result
+
+
+def _of_the_mode(result: Any) -> Any:
+    """A result in inference mode, where the library's loop makes tensors of inference."""
+    if isinstance(result, ModelOutput):
+        for name, value in result.items():
+            result[name] = _of_the_mode(value)
+    if not isinstance(result, Tensor) or result.is_inference():
+        return result
+    memory = result.untyped_storage(), result.storage_offset(), result.shape, result.stride()
+    return torch.empty(0, dtype=result.dtype, device=result.device).set_(*memory)
 
 
 def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft | None) -> Any:

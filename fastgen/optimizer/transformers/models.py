@@ -129,6 +129,11 @@ def axis_of_rows(name: str, value: Tensor) -> int:
     return 1 if name == "position_ids" and value.dim() == 3 else 0
 
 
+def axis_of_hidden_rows(model: Any) -> int:
+    """Which axis of hidden states of four dimensions is their rows: AltUp has its predictions in front."""
+    return 1 if hasattr(text_config(model.config), "altup_num_inputs") else 0
+
+
 def notes_positions(model: Any) -> bool:
     """Whether the prefill stores the positions of later steps in the model, for steps that are not given positions."""
     return any(name in vars(part) for part in (model, model.base_model) for name in library_code.NOTED_BY_PREFILL)

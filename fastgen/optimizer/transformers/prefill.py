@@ -25,6 +25,7 @@ from fastgen.optimizer.transformers.call import BEYOND_WINDOW, Call, NotAccelera
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
 from fastgen.optimizer.transformers.models import (
+    axis_of_hidden_rows,
     axis_of_rows,
     hands_on_more,
     parts_that_decode,
@@ -106,7 +107,7 @@ def _prefill(
         return run(input_ids, model_kwargs)
     batch = one_row_ids.shape[0]
     store.expand(Beams(batch, per_input))
-    _repeat_outputs(outputs, batch, per_input)
+    _repeat_outputs(call.model, outputs, batch, per_input)
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
@@ -223,20 +224,23 @@ def _pictures_once(model: Any, ids: torch.Tensor, encoded: Any, per_input: int) 
     return found
 
 
-def _repeat_outputs(outputs: Any, batch: int, per_input: int) -> None:
+def _repeat_outputs(model: Any, outputs: Any, batch: int, per_input: int) -> None:
     """Gives the outputs of the prefill a row for each sequence, in place."""
     # The loops only read the last position; repeating the logits of the whole prompt would be a waste.
     outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:
-            outputs[name] = _repeat(outputs[name], batch, per_input)
+            axis = axis_of_hidden_rows(model) if name.endswith("hidden_states") else 0
+            outputs[name] = _repeat(outputs[name], batch, per_input, axis)
 
 
-def _repeat(value: Any, batch: int, per_input: int) -> Any:
+def _repeat(value: Any, batch: int, per_input: int, axis: int = 0) -> Any:
+    """`axis`: which one is rows, of tensors that have four."""
     if per_input == 1 or value is None:
         return value
     if isinstance(value, (tuple, list)):
-        return type(value)(_repeat(part, batch, per_input) for part in value)
-    if value.shape[0] != batch:
-        raise RuntimeError(f"an output of the prefill has {value.shape[0]} rows for {batch} inputs")
-    return value.repeat_interleave(per_input, dim=0)
+        return type(value)(_repeat(part, batch, per_input, axis) for part in value)
+    axis = axis if value.dim() == 4 else 0
+    if value.shape[axis] != batch:
+        raise RuntimeError(f"an output of the prefill has {value.shape[axis]} rows for {batch} inputs")
+    return value.repeat_interleave(per_input, dim=axis)

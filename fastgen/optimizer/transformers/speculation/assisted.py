@@ -92,13 +92,15 @@ class Request:
             and not any(self.asked(name) for name in _NOT_SERVED)
             and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
             and (self.asked("num_beams") or own.num_beams or 1) == 1
+            and self.option("use_cache") is not False  # which the library refuses with drafts
             and (self.asked("cache_implementation") or own.cache_implementation or "dynamic") == "dynamic"
         )
 
     def library_differs(self) -> bool:
         """Whether the library's drafts give other tokens than FastGen's. The library only drafts for one sequence.
 
-        With the same seed, it draws other tokens. If one of its processors keeps a state, rejected tokens affect it.
+        With the same seed, it draws other tokens. If one of its processors keeps a state, rejected tokens affect it. With
+        embeddings, its assistant sees none; beside tokens, it verifies a draft as if there were no embeddings.
         """
         draws = self.option("do_sample") and settings.current().assisted_sampling != "fastgen"
         watermark = self.option("watermarking_config")
@@ -106,7 +108,8 @@ class Request:
         keeps_state = self.option("guidance_scale") not in (None, 1)
         keeps_state |= isinstance(watermark, SynthIDTextWatermarkingConfig)
         keeps_state |= any(isinstance(each, _WITH_STATE) for each in processors)
-        return bool(draws or keeps_state) and self.rows == 1
+        embedded = self.arguments.get("inputs_embeds") is not None and not self.model.config.is_encoder_decoder
+        return bool(draws or keeps_state or embedded) and self.rows == 1
 
 
 def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dict[str, Any]]:
