@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import fastgen
+from fastgen.pipeline.errors import one_line
 from fastgen_serve.api import audio, libretranslate, openai, operations, page, responses, vllm
 from fastgen_serve.api.schema import said
 from fastgen_serve.cache import keep_responses
@@ -69,7 +70,7 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
-        failure = ServeError(str(error.detail))
+        failure = ServeError(_why_not_parsed(error) or str(error.detail))
         failure.status, failure.code = error.status_code, "invalid_request"
         if error.status_code == 404:
             failure.message, failure.code = "there is no such path: /docs lists those that there are", "not_found"
@@ -134,6 +135,18 @@ def write_error(path: str, error: ServeError) -> JSONResponse:
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
     return response
+
+
+def _why_not_parsed(error: HTTPException) -> str | None:
+    """Why a body could not be parsed, where FastAPI says only that; None for other errors."""
+    match error.__cause__:
+        case UnicodeDecodeError():
+            return "the body is not UTF-8"
+        case RecursionError():
+            return "the body is nested too deeply"
+        case ValueError() as cause:  # a number of too many digits
+            return f"the body cannot be read: {one_line(cause)}"
+    return None
 
 
 def as_bad_request(error: RequestValidationError) -> BadRequest:

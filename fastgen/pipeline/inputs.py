@@ -24,6 +24,8 @@ def choose_column(source: Source, settings: DataOptions) -> str:
     """Returns the column of the input. Raises `SetupError`, which lists the columns, if it is unclear or missing."""
     columns = source.columns or []
     wanted = settings.input_column
+    if not source.has_rows and wanted is None:
+        return "text"
     # The layout of translation data sets: {"translation": {"en": ..., "de": ...}}.
     if wanted is None and len(columns) != 1 and "translation" in columns and settings.src_lang:
         return f"translation.{settings.src_lang}"
@@ -34,7 +36,7 @@ def choose_column(source: Source, settings: DataOptions) -> str:
 
 def _checked(source: Source, wanted: str, what: str) -> str:
     columns = source.columns or []
-    if wanted not in columns and wanted.split(".")[0] not in columns:
+    if source.has_rows and wanted not in columns and wanted.split(".")[0] not in columns:
         raise SetupError(f"{source.name} has no {what} {wanted!r}, {_listed(columns)}")
     return wanted
 

@@ -33,6 +33,12 @@ LONGEST_TEXT = 1 << 26
 # A JSON lines file has no header. Its columns are those of its first rows, up to this many.
 PEEK_ROWS = 100
 ROWS_AT_ONCE = 1024
+# First bytes of files that are not text, and what to do with them. Arrow's streams begin with a marker.
+_NO_TEXT = {
+    b"PAR1": "is Parquet: give it as a file named .parquet, or with --input-format parquet",
+    b"ARROW1": "is Arrow: convert it to Parquet",
+    b"\xff\xff\xff\xff": "is Arrow: convert it to Parquet",
+}
 _COMPRESSED = re.compile(rb"\x1f\x8b|BZh[1-9]1AY&|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04")
 # The first bytes of files in other encodings: a mark (one of UTF-32's begins with one of UTF-16's), or the zeros in
 # their ASCII characters.
@@ -48,6 +54,10 @@ class FileSource:
     columns: list[str] | None = ["text"]
     needed: list[str] | None = None
     """Columns that are sufficient, for formats in which others cost time."""
+    has_rows = True
+    """False if there are no rows, and therefore no known columns."""
+    start = b""
+    """The first bytes of a file of the format."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,9 +68,11 @@ class FileSource:
             raise SetupError(f"cannot read {name}: it is not a regular file (- reads standard input)")
         try:
             with open(name, "rb") as handle:
-                _check_start(name, handle.read(8))
+                start = handle.read(8)
         except OSError as error:
             raise SetupError(f"cannot read {name}: {error.strerror or error}") from error
+        if not self.start or not start.startswith(self.start):
+            _check_start(name, start)
 
     def open(self) -> contextlib.AbstractContextManager[BinaryIO]:
         """Opens the file's bytes; standard input is never closed."""
@@ -121,6 +133,7 @@ class JsonLinesSource(FileSource):
         super().__init__(name)
         self._stream = self._parsed()
         self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
+        self.has_rows = bool(self._peeked)
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
     def look_for_columns(self) -> None:
@@ -272,6 +285,8 @@ def _value(cell: Any) -> Any:
 
 
 class ParquetSource(FileSource):
+    start = b"PAR1"
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         check_installed("pyarrow", "reading .parquet")
@@ -297,6 +312,8 @@ class ParquetSource(FileSource):
 
 class DatasetSource:
     """A data set of the `datasets` library: a hub name, a directory of data files, or one saved with save_to_disk."""
+
+    has_rows = True
 
     def __init__(self, name: str, config: str | None, split: str | None) -> None:
         self.name, self._config, self._split = name, config, split
@@ -389,7 +406,10 @@ def _check_names(path: str, columns: list[str]) -> None:
 
 
 def _check_start(path: str, start: bytes) -> None:
-    """Raises `SetupError` if the first bytes show that the file is not UTF-8."""
+    """Raises `SetupError` if the first bytes show that the file is not UTF-8 text."""
+    for magic, remedy in _NO_TEXT.items():
+        if start.startswith(magic):
+            raise SetupError(f"{path} {remedy}")
     if _COMPRESSED.match(start):
         raise SetupError(f"{path} is compressed: decompress it first, or through a pipe into standard input (-)")
     found = next((name for name, pattern in _ENCODINGS.items() if pattern.match(start)), None)

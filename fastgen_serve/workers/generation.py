@@ -194,6 +194,12 @@ class GenerationWorker(EngineWorker):
         stops = StopTexts(self._tokenizer, job.stop, self._prompt(job)) if job.stop else None
         return Ends(self._eos(job), stops)
 
+    def _most_new_tokens(self, job: Generate) -> int:
+        new, total = (self._option(job, name) for name in ("max_new_tokens", "max_length"))
+        if new is None and total is not None:
+            return int(total) - self._prompt(job)
+        return self._default_new_tokens() if new is None else int(new)
+
     def _generated(self, job: Generate, recorder: Recorder | None, result: Any) -> Generated:
         """The sequences of what `generate` returns."""
         tokens = result if isinstance(result, Tensor) else result.sequences
@@ -212,6 +218,8 @@ class GenerationWorker(EngineWorker):
             check_numbers(() if score is None else (score,))
             logprobs = None if recorder is None else tuple(recorder.of(row)[: len(written)])
             ended_by = int(tokens[row, prompt + len(written)]) if generated > len(written) else None
+            if ended_by in _flat(self._option(job, "forced_eos_token_id")) and generated >= self._most_new_tokens(job):
+                finish_reason = "length"  # the last token there is room for, whatever the model would have written
             made.append(Sequence(tuple(written), finish_reason, score, logprobs, generated, ended_by))
         return Generated(tuple(made), told)
 

@@ -84,6 +84,39 @@ def test_compressed_inputs_are_refused(tmp_path, start, name):
         inputs(tmp_path / name)
 
 
+@pytest.mark.parametrize("start", [b"PAR1\x15\x04", b"ARROW1\0\0", b"\xff\xff\xff\xff\x78\0"])
+@pytest.mark.parametrize("name", ["in.pq", "in.jsonl", "in.csv", "-"])
+def test_tables_that_are_no_text_are_refused(tmp_path, monkeypatch, start, name):
+    if name == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(start + b"rest\nrest\n")))
+    else:
+        (tmp_path / name).write_bytes(start + b"rest\nrest\n")
+    with pytest.raises(SetupError, match="is (Parquet: give it as a file named .parquet|Arrow: convert it to Parquet)"):
+        list(inputs(name if name == "-" else tmp_path / name))
+
+
+def test_an_arrow_file_is_no_parquet(tmp_path):
+    (tmp_path / "in.parquet").write_bytes(b"ARROW1\0\0")
+    with pytest.raises(SetupError, match="is Arrow"):
+        inputs(tmp_path / "in.parquet")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"input_column": "text", "id_column": "a"},
+        {"input_column": "text", "keep": ("a",), "output_format": "jsonl"},
+    ],
+)
+@pytest.mark.parametrize("name", ["in.jsonl", "-"])
+def test_lines_of_json_without_a_line(tmp_path, monkeypatch, name, options):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    (tmp_path / "in.jsonl").write_bytes(b"")
+    path = name if name == "-" else tmp_path / name
+    assert read(path, input_format="jsonl", **options) == []
+
+
 @pytest.mark.parametrize("name", ["in.json", "IN.JSON"])
 def test_json_is_not_taken_for_lines_of_text(tmp_path, name):
     path = tmp_path / name

@@ -191,6 +191,19 @@ def test_a_body_that_is_no_object(url: str, content: str, message: str) -> None:
     assert (response.status_code, error["param"]) == (400, None) and error["message"].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "\xff"}', "the body is not UTF-8"),
+        (b"[" * 100_000, "the body is nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "the body cannot be read: Exceeds the limit"),
+    ],
+)
+def test_a_body_that_cannot_be_parsed_says_why(url: str, content: bytes, message: str) -> None:
+    response = httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith(message)
+
+
 def test_a_body_of_another_type(url: str) -> None:
     """curl says that it is a form, unless it is told."""
     response = httpx.post(f"{url}/v1/completions", content='{"prompt": "a"}', headers={"Content-Type": "text/plain"})

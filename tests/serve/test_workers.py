@@ -311,3 +311,22 @@ def test_a_worker_is_quiet_once_no_job_comes_and_none_is_left(monkeypatch: pytes
     monkeypatch.setattr(worker, "_has_come", Event())
     worker.wait_until_quiet(1.0)
     assert each_wait == [[come]]
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 1}, {"num_beams": 3}, {"num_beams": 1, "max_new_tokens": None}])
+def test_a_result_whose_last_token_is_forced_for_want_of_room_is_cut_off(
+    loop: Loop, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """BART's files have EOS forced as the last token: it does not say that the model was done."""
+    options = {"max_new_tokens": 4, **options}
+    settings = ServeSettings(models=(("bart", str(tiny.bart(tmp_path))),), slots=4, warm_up=False)
+    with closing(LocalModel("bart", settings)) as model:
+        (cut,) = loop.run(model.generate(Generate((0, 5, 6, 2), options))).sequences
+        wanted = {**options, "forced_eos_token_id": None}
+        (whole,) = loop.run(model.generate(Generate((0, 5, 6, 2), wanted))).sequences
+        # A token that ends a result, and is not the last one that there is room for.
+        job = Generate((0, 5, 6, 2), {**options, "num_beams": 1, "eos_token_id": [2, cut.tokens[0]]})
+        (early,) = loop.run(model.generate(job)).sequences
+    assert (cut.finish_reason, cut.generated) == ("length", len(cut.tokens) + 1)
+    assert whole.finish_reason == "length" and len(whole.tokens) == cut.generated
+    assert early.finish_reason == "stop"

@@ -263,15 +263,18 @@ def _positions_left(positions: int, target: int) -> int:
 def depends_on_padding(loaded: LoadedModel) -> bool:
     """Whether options are set whose effect in the library changes with the padding of a batch.
 
-    A total length counts the padding of decoder-only prompts, and a repetition penalty applies to the padding token.
-    With such options, only inputs of equal length share a batch, so that a record's result is its own.
+    A total length counts the padding of decoder-only prompts. A repetition penalty applies to the padding token, and
+    with n-grams of one token that token is forbidden, which may be the one that ends an output. With such options, only
+    inputs of equal length share a batch, so that a record's result is its own.
     """
     generation = loaded.generation
     penalties = {generation.encoder_repetition_penalty}
+    if generation.encoder_no_repeat_ngram_size == 1:
+        return True
     if not loaded.encoder_decoder:
         total = generation.max_new_tokens is None and generation.max_length is not None
         shortest = generation.min_new_tokens is None and bool(generation.min_length)
-        if total or shortest:
+        if total or shortest or generation.no_repeat_ngram_size == 1:
             return True
         penalties.add(generation.repetition_penalty)
     return not penalties <= {None, 1.0}

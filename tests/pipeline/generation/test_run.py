@@ -267,6 +267,11 @@ def test_options_whose_effect_depends_on_padding(bart, gpt2):
     assert depends(gpt2, max_new_tokens=None, max_length=30)
     assert depends(gpt2, repetition_penalty=1.2)
     assert depends(gpt2, min_length=3)
+    assert depends(gpt2, no_repeat_ngram_size=1)
+    assert depends(gpt2, encoder_no_repeat_ngram_size=1)
+    assert depends(bart, encoder_no_repeat_ngram_size=1)
+    assert not depends(gpt2, no_repeat_ngram_size=2, encoder_no_repeat_ngram_size=2)
+    assert not depends(bart, no_repeat_ngram_size=1)
     assert not depends(bart, max_new_tokens=None, max_length=30, repetition_penalty=1.2)
 
 
