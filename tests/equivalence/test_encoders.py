@@ -284,6 +284,15 @@ def test_calls_left_to_the_original_code(reason: str) -> None:
     assert not _accelerated() and reason in _reasons()[0]
 
 
+def test_calls_without_a_mask_of_tokens() -> None:
+    """There is none, or it says more than which tokens count: nothing is left out, and nothing fails."""
+    model, given = build("Bert", "SequenceClassification"), inputs(LENGTHS)
+    for mask in (None, given["attention_mask"][:, None, None, :].bool()):
+        given["attention_mask"] = mask
+        torch.testing.assert_close(_fast(model, given, "zero").logits, _plain(model, given).logits)
+        assert not _reasons() and not fastgen.stats().get("transformers.encoder", {}).get("fallback")
+
+
 def test_a_call_that_asks_for_less_than_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = build("Bert", "SequenceClassification"), inputs(LENGTHS)
     monkeypatch.setattr(model.config, "output_hidden_states", True)
