@@ -57,7 +57,7 @@ def alone_for_adapters(model: Any) -> str | None:
         if config is None:
             return f"an adapter that is not there ({name})"
         kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
-        if config.is_prompt_learning or kind not in ADAPTERS:
+        if kind not in ADAPTERS:
             return f"adapters of the kind {kind}"
         if getattr(config, "alora_invocation_tokens", None):
             return "adapters that begin at tokens of the prompt (alora_invocation_tokens)"

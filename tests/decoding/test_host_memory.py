@@ -189,6 +189,8 @@ def test_another_c_library(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(host_memory.os, "confstr", lambda name: None)
     assert host_memory._library.__wrapped__() is None
+    monkeypatch.setattr(host_memory, "_library", lambda: None)
+    assert "C library" in (host_memory.unavailable.__wrapped__() or "")
 
 
 def test_generate_keeps_it(calls):

@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.foreground import turns
-from fastgen.engine.options import make
+from fastgen.engine.options import make, make_inner
 from tests.engine.conftest import WAIT, Gate, assert_alone
 from tests.equivalence.composites import MODELS, build
 from tests.equivalence.models import BY_NAME
@@ -300,3 +301,13 @@ def test_numbers_may_be_tensors() -> None:
     with fastgen.Engine(model, slots=4) as engine:
         result = engine.submit(one, **options).result(WAIT)
     assert_alone(model, [one], [result], **options)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_call_for_one_row_is_a_request(encoded: bool, rows: int) -> None:
+    """Requests have one row each: what a model's own `generate` asks for several runs in its call."""
+    model, ids = BY_NAME["bart"].build(), torch.randint(5, 90, (rows, 6))
+    given = {"encoder_outputs": BaseModelOutput(model.get_encoder()(ids)[0])} if encoded else {"inputs": ids}
+    made = make_inner(model, {**given, "max_new_tokens": 5}, 8)
+    assert (made is not None) is (rows == 1)

@@ -211,6 +211,13 @@ def test_numbers_that_print_alike_are_drawn_with_as_they_are(llama: Any) -> None
     assert one.group != other.group and one.prefill_group != other.prefill_group
 
 
+def test_arguments_that_say_nothing(llama: Any) -> None:
+    """As `generate` takes None for them, a request with these shares what one without shares."""
+    nothing = dict.fromkeys(("logits_processor", "stopping_criteria", "assistant_model", "prefix_allowed_tokens_fn"))
+    one, other = (make(llama, [5, 6], None, {"max_new_tokens": 4, **each}, None, 8) for each in ({}, nothing))
+    assert other.alone is None and (one.group, one.prefill_group) == (other.group, other.prefill_group)
+
+
 def test_processors_that_slots_do_not_know_have_requests_enter_one_by_one(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

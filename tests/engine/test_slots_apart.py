@@ -11,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
+from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
@@ -54,6 +55,16 @@ def test_beyond_a_sliding_window(name: str, seed: int) -> None:
     assert_as_alone(model, requests, prompts)
     if name.startswith("mistral"):
         assert executor.counts["steps"] and not executor.alone
+
+
+def test_no_slots_where_no_step_can_be_captured(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, requests = ContinuousBatches(llama, 8), requests_for(llama, PROMPTS)
+    assert executor.stats()["executor"] == "slots"
+    monkeypatch.setattr(graph, "unavailable", lambda device: "no kernels")
+    assert executor.stats()["executor"] == "static batches"
+    run(executor, requests, at_once=8)
+    assert_as_alone(llama, requests, PROMPTS)
+    assert executor.counts["batches"] and not executor.counts["repeated"]
 
 
 def test_where_masks_are_read_those_that_are_there_count_with_what_they_may_need() -> None:

@@ -16,6 +16,7 @@ from tests.equivalence.models import BY_NAME, Family
 
 CRITERIA: dict[str, Callable[[bool], Any]] = {
     "a function": lambda has_encoder: lambda ids, scores: (ids[:, -1] % 9 == 1) & (ids.shape[1] > 8),
+    "one truth value": lambda has_encoder: lambda ids, scores: ids.shape[1] > (8 if has_encoder else 52),
     "a length": lambda has_encoder: MaxLengthCriteria(9 if has_encoder else 53),
     "no time": lambda has_encoder: MaxTimeCriteria(0.0),
     "much time": lambda has_encoder: MaxTimeCriteria(1000.0),

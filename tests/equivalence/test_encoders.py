@@ -284,6 +284,25 @@ def test_calls_left_to_the_original_code(reason: str) -> None:
     assert not _accelerated() and reason in _reasons()[0]
 
 
+def test_calls_without_a_mask_of_tokens() -> None:
+    """There is none, or it says more than which tokens count: nothing is left out, and nothing fails."""
+    model, given = build("Bert", "SequenceClassification"), inputs(LENGTHS)
+    for mask in (None, given["attention_mask"][:, None, None, :].bool()):
+        given["attention_mask"] = mask
+        torch.testing.assert_close(_fast(model, given, "zero").logits, _plain(model, given).logits)
+        assert not _reasons() and not fastgen.stats().get("transformers.encoder", {}).get("fallback")
+
+
+def test_a_call_that_asks_for_less_than_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = build("Bert", "SequenceClassification"), inputs(LENGTHS)
+    monkeypatch.setattr(model.config, "output_hidden_states", True)
+    _fast(model, given)
+    assert not _accelerated() and "output_hidden_states" in _reasons()[0]
+    given["output_hidden_states"] = False
+    torch.testing.assert_close(_fast(model, given).logits, _plain(model, given).logits)
+    assert _accelerated()
+
+
 def test_a_decoder_that_looks_at_states_of_an_encoder() -> None:
     config = transformers.BertConfig(**WITHOUT_PADDING["Bert"], is_decoder=True, add_cross_attention=True)
     model, given = transformers.BertLMHeadModel(config).eval(), inputs(LENGTHS)

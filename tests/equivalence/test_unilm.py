@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from fastgen import releases
+from tests.equivalence.captured import captures, reasons, record_programs
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.conftest import SharedPrefixes
 from tests.models.tiny_unilm import batch, sources, tiny_model
@@ -71,3 +73,15 @@ def test_everything_that_is_returned(kind: str, strict: None) -> None:
 def test_without_a_cache_it_falls_back(model: Any) -> None:
     check(model, batch(sources(20, 10)), {"num_beams": 3, "max_new_tokens": 4, "use_cache": False})
     assert list(fallbacks()) == ["no K/V cache (use_cache=False)"]
+
+
+def test_more_positions_than_there_are(device: torch.device, monkeypatch: pytest.MonkeyPatch, counted: None) -> None:
+    """The model says so in the step that has none left: no captured step takes its place."""
+    record_programs(device, monkeypatch)
+    model, given = tiny_model(max_position_embeddings=40), batch(sources(20, 8))
+    options = {"min_new_tokens": 30, "max_new_tokens": 30, "do_sample": False}
+    with pytest.raises(ValueError, match="positions together, but the model has 40"):
+        model.generate(**given, **options)
+    assert not captures() and "more positions than the model has" in reasons()
+    model.generate(**given, **{**options, "min_new_tokens": 15, "max_new_tokens": 15})
+    assert captures() == 1

@@ -102,7 +102,7 @@ class Growing:
         buffer = self._buffers.get(storage._cdata)
         if buffer is None:
             return None
-        for folded, view in enumerate((buffer, buffer.flatten(0, 1) if buffer.dim() > 1 else buffer)):
+        for folded, view in enumerate((buffer, buffer.flatten(0, 1))):
             size = tuple(view.shape) if is_whole else (*ref.size[:1], *view.shape[1:])
             if (ref.size, ref.stride, ref.offset) == (size, view.stride(), view.storage_offset()):
                 return folded

@@ -132,6 +132,9 @@ def test_what_says_too_little_is_refused() -> None:
     def more_for_many(own: Buffers) -> None:
         own["out"].copy_(own["x"].relu() if len(own["x"]) > 30 else own["x"].relu().neg())
 
+    def another_for_many(own: Buffers) -> None:
+        own["out"].copy_(own["x"].relu() if len(own["x"]) > 30 else own["x"].neg())
+
     def writes_elsewhere(own: Buffers) -> None:
         weight.copy_(own["x"].sum(dim=0))
 
@@ -141,7 +144,7 @@ def test_what_says_too_little_is_refused() -> None:
 
     others = {2 * batch: torch.randn(2 * batch) for batch in BOTH}  # not the steps' own
     before = weight.clone()
-    for function in (with_another, of_a_part, more_for_many, writes_elsewhere, squares):
+    for function in (with_another, of_a_part, more_for_many, another_for_many, writes_elsewhere, squares):
         try:
             symbolic(function)
         except NotSymbolic:
