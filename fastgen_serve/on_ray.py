@@ -164,9 +164,7 @@ def _built(settings: ServeSettings) -> FastAPI:
 
 
 class _WithoutId:
-    """Removes X-Request-Id from responses, because Ray's proxies add it: the client's, or one that they have
-    generated.
-    """
+    """Removes X-Request-Id from responses, because Ray's proxies add the client's, or one of their own."""
 
     def __init__(self, app: guard.App) -> None:
         self._app = app

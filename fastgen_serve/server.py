@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
         self.has_given_up = False
 
     def give_up(self, reason: str) -> None:
-        """Ends the server at once, because a model cannot be loaded. Its process has logged the reason."""
+        """Ends the server at once, because a model cannot be loaded."""
         self.has_given_up = self.should_exit = True
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:

@@ -53,9 +53,7 @@ class Detokenizer:
         return self._give(text, len(text))
 
     def _run_of_bytes(self) -> int:
-        """Returns how many of the last tokens are single bytes. If the complete run is not valid text, all of it is
-        replaced.
-        """
+        """Returns how many of the last tokens are single bytes. An invalid run is replaced as a whole."""
         others = (number for number, token in enumerate(reversed(self._tokens)) if token not in self._bytes)
         return next(others, len(self._tokens))
 
@@ -64,9 +62,7 @@ class Detokenizer:
         return text[begin : self._given]
 
     def _forget(self, text: str) -> None:
-        """Drops all but the last tokens, if they decode to the end of the text, and a part of that has been
-        returned.
-        """
+        """Drops all but the last tokens, if they decode to the end of the text, part of which was returned."""
         tail = self._tokens[-_WINDOW:]
         end = self._decode(tail)
         given = self._given - (len(text) - len(end))
@@ -179,9 +175,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def _bytes_of_characters() -> dict[str, int]:
-    """Returns the characters that byte-level vocabularies use: printable bytes stand for themselves, the others
-    follow U+0100.
-    """
+    """Returns how byte-level vocabularies write bytes: printable ones unchanged, the others from U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + number): byte for number, byte in enumerate(others)}
