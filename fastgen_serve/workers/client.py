@@ -165,8 +165,8 @@ class ClientModel(ABC):
 
     @contextmanager
     def _let_in(self, jobs: Sequence[Generate]) -> Iterator[list[tuple[Generate, ExitStack]]]:
-        """Admits a request to generate for the duration of a block. Yields its jobs, within the server's limits, with
-        the place of each.
+        """Admits a request to generate for the duration of a block. Yields its jobs, within limits, and their
+        places.
         """
         jobs, tasks = [limits.bounded(job, self.info, self._settings) for job in jobs], self.info.tasks
         if self.is_ready and "generate" not in tasks:

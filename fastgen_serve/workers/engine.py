@@ -129,9 +129,7 @@ class EngineWorker(ABC):
 
 
 def cache_share(models: int) -> float:
-    """Returns the GiB of KV cache for one of `models` models, from the memory that is free once its weights are
-    loaded.
-    """
+    """Returns the GiB of KV cache for one of this many models, from the memory that is free with its weights loaded."""
     return max(SHARE_FOR_CACHE * free_host_memory() / max(models, 1), LEAST_CACHE) / 2**30
 
 

@@ -141,9 +141,7 @@ class GenerationWorker(EngineWorker):
         return future, partial(self._generated, job, recorder)
 
     def _new_grammar(self, form: str, eos: tuple[int, ...]) -> fastgen.Grammar:
-        """Compiles a job's form, given as JSON. BadRequest: it is invalid, or the tokenizer cannot be used for
-        grammars.
-        """
+        """Compiles a job's form, given as JSON. BadRequest: it is invalid, or the tokenizer allows no grammars."""
         try:
             return fastgen.Grammar(self._tokenizer, eos, **json.loads(form))
         except ValueError as error:

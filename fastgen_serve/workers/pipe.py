@@ -57,9 +57,7 @@ class Pipe:
         self._outgoing.put(message)
 
     def close(self, patience: float | None) -> None:
-        """Sends the queued messages, and no later ones. Waits at most `patience` seconds, or until it is done if
-        None.
-        """
+        """Sends the queued messages, and no later ones. Waits at most this many seconds; without a limit if None."""
         self._outgoing.put(_END)
         self._writer.join(patience)
 

@@ -69,9 +69,7 @@ def fewer_threads(cores: int, limit: int | None) -> int | None:
 
 
 def _end_with(failure: threading.ExceptHookArgs) -> None:
-    """Ends the process if a thread that runs jobs has died, because nothing would answer. The server starts another
-    one.
-    """
+    """Ends the process if a thread that runs jobs has died. The server then starts another process."""
     threading.__excepthook__(failure)
     if failure.thread is not None and failure.thread.name.startswith("fastgen-"):
         _leave(_FAILED)

@@ -139,9 +139,7 @@ class Recorder(LogitsProcessor):
         return scores
 
     def choose(self, position: int, tokens: list[int]) -> list[TokenLogprob]:
-        """Records `tokens` [rows], the step's chosen tokens at this position of the result, and returns their
-        entries.
-        """
+        """Returns entries for `tokens` [rows], the step's chosen tokens at this position, and keeps them."""
         assert self._step is not None, "processors run before criteria"
         self._rows = self._rows or [[] for _ in tokens]
         chosen = self._step.gather(1, torch.tensor(tokens, device=self._step.device)[:, None])[:, 0].tolist()
