@@ -53,9 +53,7 @@ def shortest(own: Iterable[str]) -> dict[str, str]:
 
 
 def find(code: str, served: Collection[str]) -> str | None:
-    """Returns the served language that a client means: the same, its usual variant, or the language without its
-    region.
-    """
+    """Returns the served language that a client means: the same, its usual variant, or it without its region."""
     found = standard(code)
     if found is None:
         return None

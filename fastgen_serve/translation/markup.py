@@ -63,9 +63,7 @@ def _cut(html: str, most: int) -> Iterator[Piece]:
 
 
 def _parts(html: str) -> Iterator[tuple[str | None, bool, str]]:
-    """Yields each part of the markup: its tag's name (None for text, "" for a comment), whether it is an end tag,
-    its text.
-    """
+    """Yields the parts of the markup: a tag's name (None for text, "" for a comment), if it is an end tag, the text."""
     position = 0
     while position < len(html):
         begin = _next_markup(html, position)

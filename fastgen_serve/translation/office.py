@@ -136,9 +136,7 @@ class OfficeDocument:
 
 @dataclass
 class _Span:
-    """Text in XML, which the parser reports in parts. `tag`, `begin` and `end` are the byte positions of its element,
-    of the text, and of its end.
-    """
+    """Text in XML, which arrives in parts: the byte positions of its element, of the text, and of its end."""
 
     tag: int
     begin: int

@@ -1,6 +1,4 @@
-"""Finds out which languages a model translates, by its files and the command's options, and how to ask it for a
-pair.
-"""
+"""Finds the languages that a model translates, by its files and the command's options, and how to ask for a pair."""
 
 from __future__ import annotations
 
