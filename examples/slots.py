@@ -137,9 +137,7 @@ def places(run: Run) -> list[int]:
 
 
 def picture(runs: dict[str, Run], path: Path) -> None:
-    """Draws the rows of both ways over time: dark while a request is generated, light while its row waits for
-    others.
-    """
+    """Draws the rows of both ways over time: dark while generating a request, light while waiting for others."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")

@@ -98,9 +98,7 @@ def say(line: str) -> None:
 
 
 def environment_of_stages() -> dict[str, str]:
-    """Returns the environment of the stages' processes: without variables that change the tests, and without
-    network.
-    """
+    """Returns the environment of the stages: without variables that change the tests, and without network."""
     # Includes FastGen's own settings: the defaults are checked, captured steps included.
     dropped = ("CI", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTEST_", "FASTGEN_")
     kept = {name: each for name, each in os.environ.items() if not name.startswith(dropped)}

@@ -37,9 +37,7 @@ def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
 
 
 def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Checks the KV cache and attention: with tensor cores and asynchronous loads in half precision, without in
-    float32.
-    """
+    """Checks the KV cache and attention: in half precision with tensor cores and asynchronous loads, and in float32."""
     batch, per_input, heads, dim, prefix, suffix = 3, 3, 2, 80, 137, 7
     rows = batch * per_input
 

@@ -42,9 +42,7 @@ def transformer_big(vocabulary: int, **changes: Any) -> Model:
 
 
 def transformer_lm_gpt2(vocabulary: int, **changes: Any) -> Model:
-    """Builds `transformer_lm` in the shape of GPT-2, 124 million parameters: 12 layers of width 768, tied
-    embeddings.
-    """
+    """Builds `transformer_lm` in GPT-2's shape, 124 million parameters: 12 layers of width 768, tied embeddings."""
     from fairseq.models.transformer_lm import TransformerLanguageModel, transformer_lm_gpt
 
     arguments = Namespace(

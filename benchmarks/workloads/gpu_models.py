@@ -75,9 +75,7 @@ def news_lengths(batch: int, longest: int) -> Tensor:
 
 
 def sentence_lengths(batch: int, longest: int) -> Tensor:
-    """Returns lengths [batch] similar to those of sentences to translate: from a few tokens to the longest, mostly
-    short.
-    """
+    """Returns lengths [batch] like those of sentences to translate: from a few tokens to the longest, mostly short."""
     places = (torch.arange(batch, dtype=torch.float64) + 0.5) / batch
     return (4 + (longest - 4) * places**2).round().long().clamp(max=longest)
 
