@@ -118,7 +118,7 @@ void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::
   int64_t* next = checked<int64_t>(next_tokens, {rows}, "the next tokens");
   const int64_t* filler = checked<const int64_t>(fill, {rows}, "fill");
   const Ends ends(eos, std::nullopt, 0);
-  const std::vector<int64_t> before(progress.length, progress.length + rows);  // the used values must be the checked ones
+  const std::vector<int64_t> before(progress.length, progress.length + rows);  // the used values must be checked
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = before[row];
     STD_TORCH_CHECK(at >= 1 && at + (drafted ? width - 1 : 0) <= capacity, "search_step: a length behind the buffer");
@@ -229,7 +229,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
                             checked<int64_t>(sequences, {batch, beams, width}, "sequences"), beams, width};
   Histories<int32_t> rows{checked<int32_t>(running_indices, {batch, beams, steps}, "running_indices"),
                           checked<int32_t>(indices, {batch, beams, steps}, "indices"), beams, steps};
-  const std::vector<int64_t> beam(of_beams, of_beams + batch * count);  // a copy: the used values must be the checked ones
+  const std::vector<int64_t> beam(of_beams, of_beams + batch * count);  // a copy: the used values must be checked
   STD_TORCH_CHECK(std::all_of(beam.begin(), beam.end(), [&](int64_t b) { return b >= 0 && b < beams; }),
                   "search_step: a candidate of a beam that is not there");
   const Ends is_end(eos, stops, batch * count);
