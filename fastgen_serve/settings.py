@@ -38,7 +38,7 @@ def _option(default: Any, help: str, group: str = "", *, repr: bool = True, **mo
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The server's settings. A docstring below an option adds to its help text.
+    """The server's settings. The docstring below an option says what its help text does not.
 
     Raises:
         ValueError: an option has an invalid value.

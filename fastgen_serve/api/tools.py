@@ -162,7 +162,7 @@ def _template_by_marks(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def mark_of_calls(tokenizer: Any) -> str | None:
-    """Returns the mark that starts a model's calls; None if they need none, or their format is unknown."""
+    """Returns the mark that starts a model's calls; None if other answers may start alike, or it is unknown."""
     template = _template_of(tokenizer) or {}
     own = template.get("fields", {}).get("tool_calls", {})
     if isinstance(own.get("open"), str):
