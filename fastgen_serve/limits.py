@@ -20,7 +20,11 @@ _LONGEST_RETRY = 60
 
 
 def bounded(job: Generate, info: ModelInfo, settings: ServeSettings) -> Generate:
-    """Returns the job, capped at the server's limit of new tokens if it leaves their number to the model."""
+    """Returns the job, capped at the server's limit of new tokens if it leaves their number to the model.
+
+    Raises:
+        BadRequest: the job, or a default of the model's files, exceeds a limit of the server.
+    """
     tokens = job.options.get("max_new_tokens")
     if tokens is not None and tokens > settings.max_tokens:
         raise BadRequest(

@@ -165,9 +165,7 @@ class ClientModel(ABC):
 
     @contextmanager
     def _let_in(self, jobs: Sequence[Generate]) -> Iterator[list[tuple[Generate, ExitStack]]]:
-        """Admits a request to generate for the duration of a block. Yields its jobs, within limits, and their
-        places.
-        """
+        """Admits a request to generate during a block. Yields its jobs, within limits, and their places."""
         jobs, tasks = [limits.bounded(job, self.info, self._settings) for job in jobs], self.info.tasks
         if self.is_ready and "generate" not in tasks:
             raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")

@@ -67,7 +67,7 @@ def _hook(module: str, target: str, wrapper: str, parameters: str, optional: str
 
 @dataclass(eq=False)
 class _Registration(Patch):
-    """Registers a model that FairSeq lacks. It stays when FastGen is disabled, on FairSeq's own code."""
+    """Registers a missing model through `wrapper`. It stays when FastGen is disabled, on FairSeq's own code."""
 
     def apply(self) -> None:
         try:
