@@ -1,6 +1,6 @@
 """`python -m benchmarks`: runs the workloads and writes the results after each.
 
-Exit status: 0 all done; 1 a result was not identical, or a workload failed (everything was still run and written);
+Exit status: 0 all done; 1 a result was not identical, or a workload failed (everything still ran and was written);
 2 wrong options; 130 interrupted.
 """
 
@@ -33,7 +33,7 @@ DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Builds the parser."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Compares unpatched and patched generation."
     )
@@ -60,10 +60,10 @@ def _positive(text: str) -> int:
 
 
 def select(workloads: Sequence[Workload], only: Sequence[str] | None, quick: bool) -> list[Workload]:
-    """The workloads that the options ask for. Names win over --quick, which then only sets the repetitions.
+    """Returns the workloads that the options select. Names override --quick, which then only sets the repetitions.
 
     Raises:
-        LookupError: a name fits none.
+        LookupError: a name matches none.
     """
     if not only:
         return [workload for workload in workloads if workload.quick or not quick]
@@ -75,7 +75,7 @@ def select(workloads: Sequence[Workload], only: Sequence[str] | None, quick: boo
 
 
 def run_workload(workload: Workload, context: Context) -> Record:
-    """Runs it. What goes wrong is in the record, together with what was measured until then."""
+    """Runs a workload. The record has its errors, together with all measurements before them."""
     record = workload.new_record()
     record.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     record.commit = machine.commit()
@@ -98,7 +98,7 @@ def run_workload(workload: Workload, context: Context) -> Record:
 
 
 def is_usable(device: torch.device) -> bool:
-    """Whether the device still works: after an access to memory that is not there, say, no call of the process does."""
+    """Returns whether the device still works: an invalid memory access, for example, makes all later calls fail."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -139,7 +139,7 @@ def _log(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     options = build_parser().parse_args(arguments)
     available = all_workloads()
     if options.list:
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # Random weights need nothing from anywhere.
+    # Random weights need no downloads.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     fastgen.enable()
     left_out = [workload for workload in chosen if workload.needs_gpu and options.device.type != "cuda"]
@@ -166,12 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [workload for workload in chosen if workload not in left_out]
     if options.seed is not None:
         chosen = [replace(each, seed=options.seed) if hasattr(each, "seed") else each for each in chosen]
-    # Being told to end must not leave the processes behind that a workload has started.
+    # SIGTERM must also end the processes that a workload has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     about = machine.about(options.device)
     about["settings"]["quick"] = options.quick
-    # Fewer repetitions do not replace more of them.
+    # Keeps quick runs apart, because their fewer repetitions must not replace full results.
     folder = options.out / machine.slug(about["machine"]) / ("quick" if options.quick else "")
     results = Results(folder, about, [workload.name for workload in available])
     context = Context(

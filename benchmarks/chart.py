@@ -1,4 +1,4 @@
-"""The charts of the pages: bars of numbers, which are also written into the file of the picture."""
+"""Draws the charts of the pages: bars of numbers, which the image file also contains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.backends import SUBJECT
 from benchmarks.record import Record
 
 _FASTER, _SLOWER, _OTHER = "#2a6f97", "#b08968", "#9aa0a6"
-# What the libraries call themselves, by the names of the backends.
+# Display names of the libraries, by the names of the backends.
 _NAMES = {
     "transformers": "Transformers",
     "fairseq": "FairSeq",
@@ -24,14 +24,14 @@ _NAMES = {
     "fastgen-hooks": "FastGen, no captured step",
     "fastgen-fairseq-plain": "FastGen, torch's products",
 }
-_WIDTH = 7  # inches: telephones show the pages, too
+_WIDTH = 7  # inches: phones must also show the charts
 Parts = Mapping[str, Mapping[str, float]]
 
 
 def bars_png(title: str, parts: Parts) -> bytes:
-    """A chart with a part for each of the titles, in which each backend has a bar.
+    """Draws a chart with a panel for each title, and a bar for each backend.
 
-    The numbers that it shows are also written into the file, for `shown`.
+    Also writes the numbers into the file, for `shown`.
 
     Args:
         parts: numbers by backend, for each title.
@@ -45,7 +45,7 @@ def bars_png(title: str, parts: Parts) -> bytes:
     for axes, (name, found) in zip(grid[:, 0], parts.items(), strict=True):
         names, values = [_shown(each) for each in found], list(found.values())
         bars = axes.barh(names, values, color=[_colour(each) for each in found], height=0.7)
-        axes.invert_yaxis()  # the first one is on top
+        axes.invert_yaxis()  # the first one on top
         axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=7.5)
         axes.set_xlim(0, max(values) * 1.15)
         axes.set_title("\n".join(textwrap.wrap(name, 70)), fontsize=9, loc="left")
@@ -56,17 +56,18 @@ def bars_png(title: str, parts: Parts) -> bytes:
 
 
 def shown(path: Path) -> Parts:
-    """What a chart that `bars_png` made shows."""
-    from PIL import Image  # which matplotlib needs
+    """Returns the numbers in a chart of `bars_png`."""
+    from PIL import Image  # matplotlib depends on it
 
     with Image.open(path) as image:
         return json.loads(image.info["Description"])
 
 
 def rates(records: list[Record]) -> Parts:
-    """New tokens per second of each backend, over all sequences that a caller gets, by the title of the workload.
+    """Returns new tokens per second of each backend, over all sequences that a caller gets, by the title of the
+    workload.
 
-    To a tenth, in the order of the tables: the library alone, other libraries, FastGen.
+    Rounds to a tenth. In the order of the tables: the library alone, other libraries, FastGen.
     """
     found: dict[str, dict[str, float]] = {}
     for record in records:
@@ -85,7 +86,7 @@ def _colour(backend: str) -> str:
 
 
 def _shown(backend: str) -> str:
-    """The name of a backend as its library spells it: "openvino-int8" is "OpenVINO, int8"."""
+    """Returns the display name of a backend: "openvino-int8" is "OpenVINO, int8"."""
     known = max((name for name in _NAMES if f"{backend}-".startswith(f"{name}-")), key=len, default=None)
     if known is None:
         return backend
@@ -94,7 +95,7 @@ def _shown(backend: str) -> str:
 
 
 def new_figure(height: float) -> Any:
-    """A figure as wide as a page, and so many inches high."""
+    """Creates a figure as wide as a page, and this many inches high."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -104,9 +105,9 @@ def new_figure(height: float) -> Any:
 
 
 def saved(figure: Any, numbers: Any) -> bytes:
-    """The picture, with the numbers that it shows written into the file."""
+    """Returns the image, with its numbers in the file's metadata."""
     buffer = io.BytesIO()
-    # What is drawn outside of the axes is in the picture, too.
+    # Includes drawings outside of the axes.
     about = {"Description": json.dumps(numbers)}
     figure.savefig(buffer, format="png", dpi=130, metadata=about, bbox_inches="tight", pad_inches=0.1)
     return buffer.getvalue()

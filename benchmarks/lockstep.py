@@ -1,12 +1,12 @@
-"""Backends that make the same calls in lockstep, each in a fresh process.
+"""Runs backends that make the same calls in lockstep, each in a fresh process.
 
-A session is what one user does from the start of a process on, so each backend needs a process of its own. Processes
+A session is what one user does from the start of a process, so that each backend needs a process of its own. Processes
 that ran one after the other would be minutes apart, on machines whose speed changes from minute to minute. Here they
-take turns call by call, so the times of a call are seconds apart. A process that does not have its turn is stopped
-(SIGSTOP): its threads can neither spin nor work ahead, and go on where they were, as if no time had passed.
+alternate call by call, so that their times are seconds apart. All other processes are stopped (SIGSTOP): their threads
+can neither spin nor work ahead, and resume as if no time had passed.
 
-Where threads wait for one another, a core that other work takes for a moment costs many times that moment. So a call
-begins when the machine is quiet, and the cores that other processes kept busy during it are noted.
+If threads wait for one another, other work that takes a core for a moment costs many times that moment. A call
+therefore begins when the machine is quiet, and the cores that other processes kept busy during it are recorded.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _GENERATE = Path(backends.__file__).with_name("generate_process.py")
 
 
 class Side(NamedTuple):
-    """How the process of a side is started: what the reader of the results calls the library, the interpreter, a
-    script with `load(asked)`, as `serve_lines.py` says, and what that gets.
+    """How to start the process of a side: the library's display name, the interpreter, a script with `load(asked)` as
+    in `serve_lines.py`, and its argument.
     """
 
     library: str
@@ -46,7 +46,7 @@ class Side(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of `generate`: lists of token numbers and masks [batch, length], and how many new tokens."""
+    """One call of `generate`: lists of token ids and masks [batch, length], and the number of new tokens."""
 
     inputs: dict[str, list[list[int]]]
     new_tokens: int
@@ -54,11 +54,11 @@ class Call(NamedTuple):
 
 @dataclass
 class Session:
-    """What the process of one side did.
+    """The results of one side's process.
 
     Attributes:
         version: of its library.
-        peak_bytes: the largest resident set of the process, the model and the libraries in it.
+        peak_bytes: the largest resident set of the process, model and libraries included.
         seconds, outcomes: of each call, by the clock of the process.
         other_load: of each call: cores that other processes kept busy meanwhile.
     """
@@ -71,15 +71,15 @@ class Session:
 
 
 def side(backend: Backend, job: Job, threads: int | None, folder: Path) -> Side:
-    """How a backend is started in a process of its own.
+    """Returns how to start a backend in a process of its own.
 
     Args:
-        job: whose model is saved, converted for other libraries; its inputs play no part.
-        threads: of torch; None for as many as it takes by itself.
+        job: its model is saved, and converted for other libraries; its inputs are not used.
+        threads: of torch; None for torch's default.
         folder: for files that the process reads when it starts.
 
     Raises:
-        Unsupported: the backend cannot do the job, or runs in this process only.
+        Unsupported: the backend cannot do the job, or only runs in this process.
     """
     backend.job = job
     if isinstance(backend, Elsewhere):
@@ -108,13 +108,13 @@ def run(
     turn: int = 0,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Session]:
-    """Starts a process of each side, makes the calls, and ends the processes.
+    """Starts a process for each side, makes the calls, and ends the processes.
 
     Args:
         sides: by name.
-        calls: each is made by every side before the next one is made by any.
-        failed: is told of a side that failed, and raises if the others are worth nothing without it.
-        turn: the side whose turn is first changes from call to call; this says where it begins.
+        calls: every side makes a call before any makes the next one.
+        failed: called with a side that failed; raises if the others are useless without it.
+        turn: index of the side that starts the first call; later calls start with the next ones in turn.
         log: gets progress lines.
     """
     sessions: dict[str, Session] = {}
@@ -123,7 +123,7 @@ def run(
 
     @contextmanager
     def losing(name: str) -> Iterator[None]:
-        """What goes wrong inside costs this side alone."""
+        """Drops only this side if the block raises an error."""
         try:
             yield
         except Exception as error:
@@ -156,7 +156,7 @@ def _make(call: Call, process: Process, session: Session) -> None:
     found = process.ask({"new_tokens": call.new_tokens, "inputs": call.inputs})
     process.pause()
     session.other_load.append(load.cores())
-    # Other libraries answer with the tokens alone.
+    # Other libraries return only the tokens.
     tokens, stats = (found["tokens"], found["stats"]) if isinstance(found, dict) else (found, {})
     session.seconds.append(process.seconds)
     session.outcomes.append(Outcome(torch.tensor(tokens), stats))
@@ -164,13 +164,13 @@ def _make(call: Call, process: Process, session: Session) -> None:
 
 
 class _Patience:
-    """Waits for a quiet machine while the processes of the sides are stopped: so many seconds in a whole session."""
+    """Waits for a quiet machine while the sides' processes are stopped, up to a total of seconds per session."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
 
     def wait(self) -> None:
-        """Until other processes do nothing, or no patience is left."""
+        """Waits until other processes are idle, or no patience is left."""
         while self._left > 0:
             load = OtherLoad()
             time.sleep(_LOOK_SECONDS)

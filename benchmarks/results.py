@@ -1,4 +1,4 @@
-"""results.json, and the table made from it. Both are written whole or not at all."""
+"""Writes results.json, and the table made from it, atomically."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MEMORY_OF_SYSTEM = 0.25  # GiB
 class Results:
     """The records of one machine with one set of versions, in a folder of their own.
 
-    A record replaces that of the same workload, so a run of a few workloads leaves the others in place. Results of
-    another machine, other versions or other settings are not mixed in: they are moved to results.previous.json.
+    A record replaces that of the same workload, so that a run of a few workloads keeps the others. Results of another
+    machine, other versions or other settings are moved to results.previous.json.
 
     Args:
         folder: gets results.json and results.md.
-        about: {"machine": ..., "versions": ..., "settings": ...}: what the records have in common.
-        order: names of the workloads, in the order of the table; those of workloads that are no more follow.
+        about: {"machine": ..., "versions": ..., "settings": ...}: the common properties of the records.
+        order: names of the workloads, in the order of the table; removed workloads come last.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], order: list[str]) -> None:
@@ -43,7 +43,7 @@ class Results:
             self.path.replace(folder / "results.previous.json")
 
     def add(self, record: Record) -> None:
-        """Takes the record in and writes results.json and results.md."""
+        """Adds a record and writes results.json and results.md."""
         self.records[record.name] = record
         last = len(self._order)
         records = sorted(self.records.values(), key=lambda each: (self._order.get(each.name, last), each.name))
@@ -54,18 +54,18 @@ class Results:
 
 
 def _are_same(found: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether both say the same. The system keeps more of the memory for itself at one start than at another."""
+    """Returns whether both are equal. The system reserves a different part of the memory at each start."""
     sizes = [each.get("memory_gib", 0) for each in (found, now)]
     return {**found, "memory_gib": 0} == {**now, "memory_gib": 0} and abs(sizes[0] - sizes[1]) <= _MEMORY_OF_SYSTEM
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that it is at no time half written: an interruption leaves the old one."""
+    """Writes a file atomically: an interruption leaves the old one."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(content)
             file.flush()
-            # Such files can be read by their owner alone.
+            # Temporary files are readable only by their owner.
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)
         except BaseException:

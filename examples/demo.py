@@ -39,7 +39,7 @@ EXAMPLES = 3
 
 
 def generate(model: Path, source: Path, folder: Path, name: str, options: list[str]) -> dict[str, Any]:
-    """Both ways over one input: for each, the report of the run and its rows."""
+    """Runs both ways over one input; returns each run's report and rows."""
     results = {}
     for way, flag in WAYS.items():
         output = folder / f"{name}.{way}.jsonl"
@@ -57,17 +57,17 @@ def generate(model: Path, source: Path, folder: Path, name: str, options: list[s
 
 
 def run(command: list[str]) -> int:
-    """The exit status of a command, which does not outlive this process: `kill` reaches no other."""
+    """Runs a command and returns its exit status. The command ends with this process, even at a `kill`."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    # The demo runs from a checkout as well as with the package installed.
+    # Works from a checkout and with the installed package.
     with subprocess.Popen(command, cwd=HERE.parent) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # A terminal interrupts the command as well, which then ends in order, and frees its semaphores.
+            # A terminal also interrupts the command, which then ends in order, and frees its semaphores.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if process.wait(timeout=_SECONDS_TO_END) == INTERRUPTED:
-                    sys.exit(INTERRUPTED)  # it has said so
+                    sys.exit(INTERRUPTED)  # the command has reported it
             process.terminate()
             raise
         except BaseException:
@@ -76,14 +76,14 @@ def run(command: list[str]) -> int:
 
 
 def identical(results: dict[str, Any]) -> tuple[int, int]:
-    """How many outputs have the same tokens both ways, and how many there are."""
+    """Returns how many outputs have the same tokens both ways, and their number."""
     unpatched, patched = (results[way]["rows"] for way in WAYS)
     same = sum(one["token_ids"] == other["token_ids"] for one, other in zip(unpatched, patched, strict=True))
     return same, len(unpatched)
 
 
 def table(console: Console, title: str, results: dict[str, Any], metrics: dict[str, str]) -> None:
-    """Both ways side by side."""
+    """Prints both ways side by side."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
     for way in WAYS:
@@ -108,7 +108,7 @@ def table(console: Console, title: str, results: dict[str, Any], metrics: dict[s
 
 
 def picture(console: Console, title: str, results: dict[str, Any]) -> None:
-    """The seconds of both ways as bars."""
+    """Prints the seconds of both ways as bars."""
     shown = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 1))
     seconds = {way: results[way]["report"]["seconds"]["generate"] for way in WAYS}
     for way, taken in seconds.items():
@@ -117,7 +117,7 @@ def picture(console: Console, title: str, results: dict[str, Any]) -> None:
 
 
 def examples(console: Console, rows: list[dict[str, Any]], names: dict[str, str]) -> None:
-    """A few rows from across the input, the middling long ones of their neighbourhood."""
+    """Prints a few rows from across the input, of medium length among their neighbours."""
     step = max(1, len(rows) // EXAMPLES)
     for start in range(0, step * min(EXAMPLES, len(rows)), step):
         near = sorted(rows[start : start + step], key=lambda row: len(row["input"]))
@@ -128,7 +128,7 @@ def examples(console: Console, rows: list[dict[str, Any]], names: dict[str, str]
 
 
 def copying(sources: list[str], references: list[str]) -> float:
-    """The BLEU of handing back the input as it is."""
+    """Returns the BLEU of copying the input."""
     from sacrebleu import corpus_bleu
 
     return float(corpus_bleu(sources, [references]).score)

@@ -31,13 +31,13 @@ WAYS = {"static": "static batches", "slots": "slots"}
 
 @dataclass
 class Run:
-    """What a way has done: the seconds in which each request had a row, and its tokens."""
+    """The results of one way: when each request occupied a row, and its tokens."""
 
     arrivals: list[float]
     tokens: list[list[int]] = field(default_factory=list)
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    held: list[float] = field(default_factory=list)  # until when its row was taken
+    held: list[float] = field(default_factory=list)  # when its row was released
 
     @property
     def seconds(self) -> float:
@@ -50,13 +50,13 @@ class Run:
 
     @property
     def busy(self) -> float:
-        """The part of the seconds in which rows were taken that their request was being generated."""
+        """The share of the rows' occupied time in which their request was generated."""
         taken = sum(held - begin for begin, held in zip(self.begins, self.held, strict=True))
         return sum(end - begin for begin, end in zip(self.begins, self.ends, strict=True)) / taken
 
 
 class Limits(StoppingCriteria):
-    """Ends each row at a length of its own, and notes when."""
+    """Ends each row at its own length, and records when."""
 
     def __init__(self, lengths: list[int], clock: Any) -> None:
         self._lengths, self._clock, self.ends = torch.tensor(lengths), clock, [0.0] * len(lengths)
@@ -69,14 +69,14 @@ class Limits(StoppingCriteria):
 
 
 def requests(count: int, tokenizer: Any) -> list[tuple[list[int], int]]:
-    """Prompts, and how many tokens each gets: most are short, some are long."""
+    """Returns prompts with their numbers of new tokens: most are short, some are long."""
     texts, draw = TEXTS.read_text(encoding="utf-8").splitlines()[:count], random.Random(1)
     prompts = [tokenizer(" ".join(text.split()[: draw.randint(3, 12)])).input_ids for text in texts]
     return [(prompt, int(SHORTEST * (LONGEST / SHORTEST) ** draw.random())) for prompt in prompts]
 
 
 def static(model: Any, given: list[tuple[list[int], int]], arrivals: list[float]) -> Run:
-    """Batches of what has come, as many as there are rows at the most."""
+    """Runs static batches of the requests that have arrived, at most as many as there are rows."""
     run, begin = Run(arrivals), time.perf_counter()
 
     def clock() -> float:
@@ -99,7 +99,7 @@ def static(model: Any, given: list[tuple[list[int], int]], arrivals: list[float]
 
 
 class _Notes:
-    """A streamer that notes when a request begins, and when it is over."""
+    """A streamer that records when a request starts and ends."""
 
     def __init__(self, clock: Any) -> None:
         self._clock, self.begin, self.last = clock, 0.0, 0.0
@@ -113,7 +113,7 @@ class _Notes:
 
 
 def slots(model: Any, given: list[tuple[list[int], int]], arrivals: list[float]) -> Run:
-    """The engine, with as many slots as there are rows."""
+    """Runs the engine, with as many slots as there are rows."""
     run, begin, futures = Run(arrivals), time.perf_counter(), []
     notes = [_Notes(lambda: time.perf_counter() - begin) for _ in given]
     with fastgen.Engine(model, slots=ROWS) as engine:
@@ -128,7 +128,7 @@ def slots(model: Any, given: list[tuple[list[int], int]], arrivals: list[float])
 
 
 def places(run: Run) -> list[int]:
-    """The row of each request: the first one that is free when it begins."""
+    """Returns the row of each request: the first one that is free when it starts."""
     free, found = [0.0] * ROWS, [0] * len(run.begins)
     for number in sorted(range(len(found)), key=run.begins.__getitem__):
         row = min(range(ROWS), key=lambda row: (free[row] > run.begins[number] + 1e-3, free[row]))
@@ -137,7 +137,7 @@ def places(run: Run) -> list[int]:
 
 
 def picture(runs: dict[str, Run], path: Path) -> None:
-    """The rows of both ways over time: dark where a request is generated, light where its row waits for others."""
+    """Draws the rows of both ways over time: dark while generating a request, light while waiting for others."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -157,7 +157,7 @@ def picture(runs: dict[str, Run], path: Path) -> None:
 
 
 def shown(runs: dict[str, Run]) -> Table:
-    """Both ways side by side."""
+    """Returns a table of both ways side by side."""
     table = Table(title=f"{len(runs['slots'].tokens)} requests of {SHORTEST} to {LONGEST} tokens, {ROWS} rows",
                   title_justify="left")  # fmt: skip
     table.add_column("")
@@ -173,15 +173,15 @@ def shown(runs: dict[str, Run]) -> Table:
 
 
 def side_by_side(count: int, path: Path | None, console: Console) -> bool:
-    """Runs both ways, and shows them; whether their tokens are the same."""
+    """Runs both ways, and prints them; returns whether their tokens are equal."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     options = {"num_beams": 1, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
     model.generation_config.update(**options)
     given, runs = requests(count, tokenizer), {}
-    for way in (static, slots):  # steps are captured before the clock runs
+    for way in (static, slots):  # captures the steps before the clock runs
         seconds = way(model, given[: 3 * ROWS], [0.0] * (3 * ROWS)).seconds
-    # Seven in ten of what the model could take.
+    # The arrival rate is 70 % of the measured capacity.
     gap, draw = 1.4 * seconds / (3 * ROWS), random.Random(2)
     arrivals = list(itertools.accumulate(draw.expovariate(1 / gap) for _ in given))
     for name, way in (("static", static), ("slots", slots)):

@@ -51,7 +51,7 @@ HERE = Path(__file__).resolve().parent
 STEPS = ("data", "bart", "gpt2", "evaluate")
 BOS, PAD, EOS, UNK = "<s>", "<pad>", "</s>", "<unk>"
 BOS_ID, PAD_ID, EOS_ID = 0, 1, 2
-MAX_TOKENS = 200  # the longest target, in tokens; the models have some positions more
+MAX_TOKENS = 200  # the longest target, in tokens; the models have some more positions
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -68,7 +68,7 @@ class Corpus:
 
 
 def read_chapters() -> dict[str, list[str]]:
-    """The text as ``{"Ge1": [verse, ...], ...}``, printed by the ``bible`` program from its compressed data."""
+    """Return the text as ``{"Ge1": [verse, ...], ...}``, printed by the ``bible`` program from its compressed data."""
     command = ["bible", "-f", "gen1:1-rev22:21"]
     try:
         text = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
@@ -84,7 +84,7 @@ def read_chapters() -> dict[str, list[str]]:
 
 
 def strip_text(text: str) -> str:
-    """Lower-case words without punctuation: the source that belongs to a target."""
+    """Return lower-case words without punctuation: the source of a target."""
     return " ".join(re.sub(r"[^a-z ]", "", text.lower().replace("-", " ")).split())
 
 
@@ -154,7 +154,7 @@ def write_data(corpus: Corpus, out: Path) -> None:
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, causal: bool) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the text and, for the restoring model, over its stripped form as well."""
+    """Train byte-level BPE on the text and, for the restoring model, also on its stripped form."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
@@ -200,7 +200,7 @@ def fit(
     warmup: int,
     label_smoothing: float,
 ) -> None:
-    """AdamW for a fixed number of updates; warm-up, then cosine decay that reaches its floor after ``horizon``."""
+    """Train with AdamW for a fixed number of updates; warm-up, then cosine decay with its minimum at ``horizon``."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -293,7 +293,7 @@ def pair_batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
 
 
 class PairData:
-    """Batches of source and target of about the same length; the passages are cut anew in every epoch."""
+    """Batches of source and target of similar length; every epoch cuts the passages anew."""
 
     def __init__(self, chapters: list[list[str]], tokenizer: PreTrainedTokenizerFast, batch_tokens: int):
         def encode(text: str) -> list[int]:
@@ -357,8 +357,8 @@ def train_bart(args: argparse.Namespace, corpus: Corpus) -> None:
         forced_eos_token_id=None,
     )
     set_seed(args.seed)
-    model = BartForConditionalGeneration._from_config(config, attn_implementation="eager")  # the faster one in bf16
-    with torch.no_grad():  # the same positions on both sides, as large as the embeddings: alignment is learnt sooner
+    model = BartForConditionalGeneration._from_config(config, attn_implementation="eager")  # faster in bf16
+    with torch.no_grad():  # equal positions on both sides, as large as the embeddings: speeds up learning the alignment
         for part in (model.model.encoder, model.model.decoder):
             weight = part.embed_positions.weight
             weight.copy_(sinusoids(*weight.shape) * config.init_std * math.sqrt(2))
@@ -392,7 +392,7 @@ def train_bart(args: argparse.Namespace, corpus: Corpus) -> None:
 
 
 def text_stream(chapters: list[list[str]], tokenizer: PreTrainedTokenizerFast, order: list[int]) -> torch.Tensor:
-    """The chapters in this order, each ended by EOS, as one row of tokens."""
+    """Return the chapters in this order, each ended by EOS, as one row of tokens."""
     tokens: list[int] = []
     for i in order:
         tokens += tokenizer(" ".join(chapters[i]), verbose=False)["input_ids"] + [EOS_ID]
@@ -470,7 +470,7 @@ def train_gpt2(args: argparse.Namespace, corpus: Corpus) -> None:
 
 @torch.no_grad()
 def restore(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sources: list[str]) -> list[str]:
-    """Generate with the model's own defaults, 32 sources of about the same length at a time."""
+    """Generate with the model's own defaults, 32 sources of similar length at a time."""
     outputs = [""] * len(sources)
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     for start in range(0, len(order), 32):

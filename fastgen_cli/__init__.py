@@ -1,3 +1,3 @@
-"""Command lines of FastGen. They parse, call the library and print; nothing else lives here."""
+"""FastGen's command lines. They only parse, call the library and print."""
 
 import fastgen  # noqa: F401 (reads the settings of the environment, and reports a wrong one, before the commands begin)

@@ -1,5 +1,6 @@
-"""`fastgen-embed` and `fastgen-classify`, each with MODEL INPUT OUTPUT: a vector, or labels and scores, for every text
-of a data set."""
+"""`fastgen-embed` and `fastgen-classify`, each with MODEL INPUT OUTPUT: write a vector, or labels and scores, for every
+text of a data set.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Command:
     run: type[DataRun]
     description: str
     outputs: str
-    """What is written, for the page of help."""
+    """The outputs, for the help page."""
 
 
 EMBED = Command(
@@ -76,7 +77,7 @@ def classify(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser(of: Command, shows_all: bool = False) -> Parser:
-    """The parser. A destination is a field of the command's options."""
+    """Builds the parser. A destination is a field of the command's options."""
     build = partial(build_parser, of)
     return data_parser(of.program, of.description, of.outputs + _EPILOG, of.run.options, build, shows_all)
 

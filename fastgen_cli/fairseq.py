@@ -1,6 +1,6 @@
 """`fastgen-generate-for-fairseq`, `fastgen-interactive-for-fairseq` and `fastgen-eval-lm`: FairSeq's commands, faster.
 
-Every option of FairSeq's own command has its meaning, and what is printed on standard output is what that prints.
+Every option of FairSeq's own command keeps its meaning, and standard output is the same.
 
 Exit status: 0 done, 1 the reader of the output has gone away, 2 the run could not be done, 130 interrupted.
 """
@@ -54,10 +54,10 @@ def eval_lm(arguments: Sequence[str] | None = None) -> int:
 
 
 def recognised(words: Sequence[str]) -> Callable[[], int] | None:
-    """What does the work of `fastgen-generate` where its command line names FairSeq's files; None where it does not.
+    """Returns a function that runs `fastgen-generate` if its command line names FairSeq's files; otherwise None.
 
-    DATA --path MODEL ... is that of `fastgen-generate-for-fairseq`. MODEL INPUT OUTPUT ... writes a record for each
-    source of a data directory or a text, with FairSeq's options.
+    DATA --path MODEL ... runs `fastgen-generate-for-fairseq`. MODEL INPUT OUTPUT ... writes a record for each source of
+    a data directory or a text, with FairSeq's options.
     """
     if any(word.partition("=")[0] == "--path" for word in words):
         return lambda: generate(words)
@@ -77,11 +77,11 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
         _write_records(fairseq.generate if is_data else fairseq.interact, cfg, own, output, overwrite)
 
     if is_data:
-        # What fairseq-fixed would drop is kept: every source has an output.
+        # Keeps the last batch, which fairseq-fixed would drop: every source needs an output.
         all_sources = () if "--required-batch-size-multiple" in options else ("--required-batch-size-multiple", "1")
         kind, line = "generation", [source, "--path", model, *all_sources, *options]
     else:
-        # FairSeq takes a line at a time unless it is told otherwise; DATA is filled in by `run`.
+        # FairSeq's default is one line at a time. `run` fills in DATA.
         batch = () if {"--batch-size", "--max-sentences", "--max-tokens"} & set(options) else ("--batch-size", "16")
         buffer = () if "--buffer-size" in options else ("--buffer-size", "1024")
         kind = "interactive_generation"
@@ -90,7 +90,7 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Whether this names checkpoints, several of them separated as in a search path: files that torch has saved."""
+    """Returns whether this names checkpoints, separated as in a search path: files that torch has saved."""
     paths = [Path(part) for part in name.split(os.pathsep)]
     if not all(path.suffix in (".pt", ".pth", ".ckpt") and path.is_file() for path in paths):
         return False
@@ -100,13 +100,13 @@ def _is_checkpoint(name: str) -> bool:
 
 
 def _is_data(name: str) -> bool:
-    """Whether this is a directory that `fairseq-preprocess` has written: dictionaries, and data beside them."""
+    """Returns whether this is a directory that `fairseq-preprocess` has written: dictionaries, and data beside them."""
     path = Path(name)
     return path.is_dir() and any(path.glob("dict.*txt")) and any(any(path.glob(f"*.{end}")) for end in ("idx", "bin"))
 
 
 def _dictionaries_of(checkpoint: str) -> str:
-    """The directory of the dictionaries that came with a checkpoint. A SetupError where there are none beside it."""
+    """Returns the directory of a checkpoint's dictionaries. Raises SetupError if there are none beside it."""
     from fastgen.pipeline.errors import SetupError
 
     folder = Path(checkpoint.split(os.pathsep)[0]).resolve().parent
@@ -119,7 +119,7 @@ def _dictionaries_of(checkpoint: str) -> str:
 
 
 def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, output: str, overwrite: bool) -> None:
-    """Runs a command of FairSeq's with its lines in a work file, and makes the output from what it printed."""
+    """Runs a FairSeq command with its lines in a work file, and makes the output from what it printed."""
     from fastgen.pipeline.fairseq.files import Records
     from fastgen.pipeline.fairseq.run import log_to
 
@@ -139,7 +139,7 @@ def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, o
 def _command(
     program: str, arguments: Sequence[str] | None, kind: str, run: Callable[[Any, argparse.Namespace], None]
 ) -> int:
-    """A command whose options are those of FairSeq's parser of this kind."""
+    """Runs a command whose options are those of FairSeq's parser of this kind."""
 
     def work(words: Sequence[str]) -> int:
         import fastgen
@@ -150,7 +150,7 @@ def _command(
         if problem is not None:
             return fail(program, problem, SETUP)
         silence()
-        fastgen.enable()  # also with FASTGEN_DISABLE=1: without, FairSeq could not be imported
+        fastgen.enable()  # FairSeq cannot be imported without it, even with FASTGEN_DISABLE=1
         own, cfg = _parse(program, words, kind)
         with (
             _children_import_fairseq(),
@@ -165,9 +165,9 @@ def _command(
 
 
 def _parse(program: str, words: Sequence[str], kind: str) -> tuple[argparse.Namespace, Any]:
-    """FastGen's own options, and the configuration that FairSeq makes of all others."""
+    """Returns FastGen's own options, and the configuration that FairSeq makes of all others."""
     words = renamed(program, words)
-    # FairSeq looks for --user-dir there.
+    # FairSeq looks for --user-dir in sys.argv.
     sys.argv = [program, *words]
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -222,7 +222,7 @@ def _count(text: str) -> int:
 
 
 def _usage_error(message: str) -> NoReturn:
-    """One line, where FairSeq would print all of its options and, for a wrong name, all that it knows."""
+    """Reports the error on one line. FairSeq would print all of its options and, for a wrong name, all known ones."""
     choice = re.fullmatch(r"(argument \S+: invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
     if choice is not None:
         known = re.findall(r"[^',\s]+", choice.group(3))
@@ -248,7 +248,7 @@ def _interact(cfg: Any, own: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _children_import_fairseq() -> Iterator[None]:
-    """Inside this block processes that are started can import FairSeq: with FASTGEN_DISABLE=1 they could not."""
+    """Lets child processes import FairSeq for the duration of a block: with FASTGEN_DISABLE=1 they could not."""
     before = os.environ.pop("FASTGEN_DISABLE", None)
     try:
         yield
@@ -260,13 +260,13 @@ def _children_import_fairseq() -> Iterator[None]:
 def _evaluate(cfg: Any, own: argparse.Namespace) -> None:
     from fastgen.pipeline import fairseq
 
-    # The numbers go to the log: to standard output, unless a module of FairSeq's has set up a log on standard error.
+    # The results go to the log: to standard output, unless a module of FairSeq's has set up a log on standard error.
     check_stream("stderr" if logging.getLogger().handlers else "stdout", True)
     fairseq.evaluate(cfg)
 
 
 def _summary(cfg: Any, report: RunReport, notes: Sequence[str] = ()) -> None:
-    """Says how a run went; `notes` are what is not on standard output already."""
+    """Reports how a run went; `notes` are messages that standard output does not have."""
     import fastgen
 
     if report.skipped > 0:

@@ -1,4 +1,4 @@
-"""`fastgen-generate MODEL INPUT OUTPUT`: run a model over a data set."""
+"""`fastgen-generate MODEL INPUT OUTPUT`: runs a model over a data set."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Generate an output for every record of a data set, in input order.
   fastgen-generate facebook/bart-large-cnn articles.csv summaries.csv --input-column article --keep all --num-beams 4
   fastgen-generate Helsinki-NLP/opus-mt-en-de sources.txt translations.txt --num-beams 4 --batch-size auto
 """
-# The fields of GenerationConfig that the short page of help has.
+# The fields of GenerationConfig on the short help page.
 _USUAL = (
     "max_new_tokens", "min_new_tokens", "num_beams", "num_return_sequences", "do_sample", "temperature", "top_k",
     "top_p", "repetition_penalty", "no_repeat_ngram_size", "length_penalty", "early_stopping",
@@ -62,7 +62,7 @@ _WORDS = ("true", "false", "none", "null", "never")
 
 
 def build_parser(shows_all: bool = False) -> Parser:
-    """The parser. A destination is a field of `RunOptions`, or with `--` before it one of `GenerationConfig`."""
+    """Builds the parser. A destination is a field of `RunOptions`, or with `--` before it one of `GenerationConfig`."""
     parser = data_parser(PROGRAM, _EXAMPLES, _EPILOG, RunOptions, build_parser, shows_all, dtypes=("fp16", "bf16"))
     parser.generation = parser.add_argument_group(
         "generation",
@@ -80,7 +80,7 @@ def build_parser(shows_all: bool = False) -> Parser:
 
 
 def _add_generation(parser: Parser, name: str) -> None:
-    """The option of a field of `GenerationConfig`."""
+    """Adds the option of a field of `GenerationConfig`."""
 
     def convert(text: str) -> Any:
         try:
@@ -100,10 +100,10 @@ def _add_generation(parser: Parser, name: str) -> None:
 
 
 def normalise(arguments: Sequence[str], flags: set[str]) -> list[str]:
-    """Options as the parser wants them: `-` for `_` in names, and flags with their value attached.
+    """Rewrites options for the parser: `-` for `_` in names, and flags with their value attached.
 
-    A flag of `GenerationConfig` may stand alone or before `true` or `false`; which of the two cannot be left to the
-    parser, which would take a following MODEL for its value.
+    A flag of `GenerationConfig` may stand alone or before `true` or `false`. The parser cannot decide which, because it
+    would take a following MODEL for the value.
     """
     result: list[str] = []
     words = list(arguments)
@@ -131,7 +131,7 @@ def normalise(arguments: Sequence[str], flags: set[str]) -> list[str]:
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings and the generation options of a command line. Raises `UsageError`."""
+    """Parses a command line into the settings and the generation options. Raises `UsageError`."""
     parser = build_parser()
     flags = {"--" + name.replace("_", "-") for name in generation_options.TYPES if generation_options.is_flag(name)}
     words = renamed(PROGRAM, normalise(arguments, flags))

@@ -1,4 +1,4 @@
-"""Parsers whose options are the fields of a class: what `fastgen.pipeline.settings.option` declares."""
+"""Parsers whose options are the fields of a class, as `fastgen.pipeline.settings.option` declares them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastgen_cli.shared import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error as one line, without a page of options above it. Its short page of help leaves out what is rare.
+    """Reports an error as one line, without the list of options above it. Its short help page omits rare options.
 
     Args:
-        shows_all: whether its page of help has all options, and what follows them.
+        shows_all: whether its help page has all options, and the epilog.
     """
 
     generation: argparse._ArgumentGroup
-    """The group of generation options, in the command that has some."""
+    """The group of generation options, if the command has some."""
 
     def __init__(self, *, shows_all: bool, epilog: str, **options: Any) -> None:
         more = "More options, and what the formats, errors and resuming are like: --help-all"
@@ -35,11 +35,11 @@ class Parser(argparse.ArgumentParser):
         self.shows_all = shows_all
 
     def about(self, help: str, is_rare: bool) -> str:
-        """The help of an option."""
+        """Returns the help of an option, or SUPPRESS if the help page omits it."""
         return help if self.shows_all or not is_rare else argparse.SUPPRESS
 
     def add_usual(self, build: Callable[[bool], Parser]) -> None:
-        """The options that every command has: pages of help, the version, and completion for shells."""
+        """Adds the options that every command has: help pages, the version, and shell completion."""
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
         self.add_argument("--help-all", nargs=0, action=_HelpAll, build=build, help="this page, with all options")
         about = 'print what completes this command in a shell: eval "$(... --print-completion bash)"'
@@ -63,7 +63,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _OfAllOptions(argparse.Action):
-    """Shows something of all options, which `build(True)` makes a parser of, and ends the program."""
+    """Prints something about all options, which `build(True)` makes a parser of, and ends the program."""
 
     def __init__(self, *args: Any, build: Callable[[bool], Parser], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -95,10 +95,10 @@ def data_parser(
     shows_all: bool,
     dtypes: Sequence[str] = (),
 ) -> Parser:
-    """The parser of a command over a data set. A destination is the name of a field of the options.
+    """Builds the parser of a command over a data set. A destination is the name of a field of the options.
 
     Args:
-        dtypes: those that are options of their own as well.
+        dtypes: those that also have an option of their own.
     """
     usage = "%(prog)s MODEL INPUT OUTPUT [options]"
     parser = Parser(prog=program, usage=usage, description=description, epilog=epilog, shows_all=shows_all)
@@ -117,7 +117,7 @@ def data_parser(
 
 
 def of_the_run(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of the run in a command line of `data_parser`. FastGen is switched off if that asks for it."""
+    """Returns the run's options of `data_parser`'s command line. Disables FastGen if that asks for it."""
     given.pop("debug", None)
     if given.pop("no_fastgen", False):
         fastgen.disable()
@@ -125,7 +125,7 @@ def of_the_run(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_options(parser: Parser, declared: type) -> None:
-    """The options that the fields of a class declare. A destination is the name of a field."""
+    """Adds the options that the fields of a class declare. A destination is the name of a field."""
     groups: dict[str, Any] = {}
     group: Any = parser
     for field in dataclasses.fields(declared):
@@ -146,7 +146,7 @@ def add_options(parser: Parser, declared: type) -> None:
 
 
 def _kind(name: str, annotation: str) -> Callable[[str], Any]:
-    """What turns the word on the command line into the value of a field."""
+    """Returns the function that converts a command-line word to a field's value."""
     if name == "batch_size":
         return _number_or_word
     if name == "keep":
@@ -161,7 +161,7 @@ def _number_or_word(text: str) -> int | str:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Names of columns, which may have spaces; one with a comma is put in quotes, as in a CSV file."""
+    """Parses names of columns, which may contain spaces; a name with a comma is quoted, as in a CSV file."""
     return tuple(name for name in next(csv.reader([text], skipinitialspace=True), []) if name)
 
 

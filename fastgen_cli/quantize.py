@@ -1,4 +1,4 @@
-"""`fastgen-quantize MODEL OUT`: a model in 4 or 8 bits, and a report of what that changes."""
+"""`fastgen-quantize MODEL OUT`: quantises a model to 4 or 8 bits, and reports the effects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ status:   0 done, 2 the run could not be done, 130 interrupted
 
 
 def build_parser(shows_all: bool = False) -> Parser:
-    """The parser. A destination is a field of `QuantizeOptions`."""
+    """Builds the parser. A destination is a field of `QuantizeOptions`."""
     parser = Parser(
         prog=PROGRAM,
         usage="%(prog)s MODEL OUT [--calibration FILE] [options]",
@@ -71,7 +71,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _loads(folder: str) -> str:
-    """The line of Python that loads what was written."""
+    """Returns the line of Python that loads the output."""
     config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
     return f"import fastgen; from transformers import {kind}; {kind}.from_pretrained({folder!r})"

@@ -1,4 +1,4 @@
-"""What the commands have in common: exit statuses, errors on one line, interrupts, closed streams, what is said."""
+"""Shared code of the commands: exit statuses, one-line errors, interrupts, closed streams, summaries."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
 
 
 class UsageError(Exception):
-    """The command line is not one."""
+    """The command line is invalid."""
 
 
 class Ended(Exception):
-    """The command ends here, with a message and an exit status."""
+    """Ends the command with a message and an exit status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class Ended(Exception):
 
 
 def command(program: str, arguments: Sequence[str] | None, work: Callable[[Sequence[str]], int]) -> int:
-    """A command, from the words of its line, by default those of the process, to its exit status."""
+    """Runs a command with the words of its line, by default the process's, and returns its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     with standard_streams(), interrupts_end(program):
         return reported(program, lambda: work(words), debug="--debug" in words)
@@ -48,7 +48,7 @@ def fail(program: str, message: str, status: int) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Python would try again when the process ends, print a traceback and change the status.
+        # Otherwise Python would flush again at exit, print a traceback and change the status.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
@@ -56,9 +56,9 @@ def fail(program: str, message: str, status: int) -> int:
 
 
 def renamed(program: str, words: Sequence[str]) -> list[str]:
-    """The words of a command line with the names that options have now.
+    """Returns the words of a command line with the current names of options.
 
-    Each old name gets a line on standard error, that of an environment variable as well.
+    Prints a line to standard error for each old name, also of an environment variable.
     """
     from fastgen.settings import RENAMED
 
@@ -84,10 +84,10 @@ def _option(name: str) -> str:
 
 
 def reported(program: str, work: Callable[[], int], debug: bool) -> int:
-    """The status that `work` returns, or that of the error that ended it, which is reported on one line.
+    """Returns the status of `work`, or reports the error that ended it on one line and returns its status.
 
     Args:
-        debug: let errors that are nobody's fault but the program's through, with their traceback.
+        debug: lets unexpected errors through, with their traceback.
     """
     try:
         return work()
@@ -112,9 +112,9 @@ def reported(program: str, work: Callable[[], int], debug: bool) -> int:
 
 @contextlib.contextmanager
 def interrupts_end(program: str) -> Iterator[None]:
-    """Inside this block Ctrl-C ends the process with one line and status 130, until `allow_interrupts` is called.
+    """Makes Ctrl-C end the process with one line and status 130 inside this block, until `allow_interrupts` is called.
 
-    Imports take seconds, and libraries catch a KeyboardInterrupt or print it where it cannot be raised. Nothing is
+    Imports take seconds, and libraries catch a KeyboardInterrupt, or print it if it cannot be raised. Nothing is
     half-written then, so the process can end on the spot.
     """
 
@@ -124,7 +124,7 @@ def interrupts_end(program: str) -> Iterator[None]:
         os._exit(INTERRUPTED)
 
     before = signal.getsignal(signal.SIGINT)
-    # Whoever has a handler of their own, or runs this in a thread, keeps what they have.
+    # Does not replace a caller's own handler. Only the main thread can set one.
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -137,20 +137,20 @@ def interrupts_end(program: str) -> Iterator[None]:
 
 
 def _give_semaphores_back() -> None:
-    """Those that worker processes share have names in the system, and Python warns of each that is left at the end."""
+    """Releases the semaphores shared with worker processes: Python warns of each that is left at exit."""
     util, synchronize = (sys.modules.get(f"multiprocessing.{name}") for name in ("util", "synchronize"))
-    with contextlib.suppress(Exception):  # none of this has a public name, and the process ends in any case
+    with contextlib.suppress(Exception):  # none of this is public, and the process ends in any case
         for finalizer in list(util._finalizer_registry.values()):  # type: ignore[union-attr]
             if finalizer._callback == synchronize.SemLock._cleanup:  # type: ignore[union-attr]
                 finalizer()
 
 
-# The handler of Ctrl-C to go back to, while `interrupts_end` has its own.
+# The previous handler of Ctrl-C, while `interrupts_end` has its own.
 _interrupts_before: list[Any] = []
 
 
 def allow_interrupts() -> None:
-    """From now on Ctrl-C is an exception again; see `interrupts_end`."""
+    """Makes Ctrl-C raise KeyboardInterrupt again; see `interrupts_end`."""
     if _interrupts_before:
         signal.signal(signal.SIGINT, _interrupts_before.pop())
 
@@ -160,9 +160,9 @@ _closed: set[str] = set()
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Inside this block the standard streams are there: one that was closed is the null device.
+    """Replaces closed standard streams by the null device inside this block.
 
-    Without, printing would fail, and a file that is opened later would be given the number of the closed stream.
+    Otherwise printing would fail, and a file that is opened later would get the descriptor of the closed stream.
     """
     streams = {
         name: mode for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")) if not getattr(sys, name)
@@ -180,17 +180,17 @@ def standard_streams() -> Iterator[None]:
 
 
 def check_stream(name: str, needed: bool) -> None:
-    """Raises `UsageError` where a standard stream is needed that was closed when the command began."""
+    """Raises `UsageError` if a needed standard stream was closed when the command began."""
     if needed and name in _closed:
         raise UsageError(f"{name} is closed: give a file")
 
 
 @contextlib.contextmanager
 def model_of_its_own() -> Iterator[None]:
-    """Settings for a model that nobody else uses, whose output can be repeated to the last digit.
+    """Applies settings for a model that nobody else uses, so that its output is reproducible to the last digit.
 
-    Packed weights live as long as the model, because nobody writes to its weights between two batches. The products of
-    linear layers are chosen by fixed rules. What the user asked for otherwise stays.
+    Packed weights live as long as the model, because nobody changes its weights between two batches. Fixed rules choose
+    the kernels of linear layers. Settings that the user has made explicitly stay.
     """
     from fastgen import settings
 
@@ -203,11 +203,11 @@ _NOT_COUNTED = {ENCODER: "FastGen does not know the layers of this model"}
 
 
 def acceleration(stats: Mapping[str, Any], entry_point: str) -> str:
-    """Whether FastGen accelerated, and why not: the last line of a command.
+    """Returns the last line of a command: whether FastGen accelerated it, or why not.
 
     Args:
-        stats: what `fastgen.stats()` has counted for the command.
-        entry_point: what the calls of its model are counted under.
+        stats: the counts of `fastgen.stats()` for the command.
+        entry_point: under which the calls of its model are counted.
     """
     if not patching.is_active():
         return "not accelerated: FastGen is disabled (--no-fastgen or FASTGEN_DISABLE=1)"
@@ -218,12 +218,12 @@ def acceleration(stats: Mapping[str, Any], entry_point: str) -> str:
 
 
 def speed(report: RunReport, unit: str, more: str = "", behind: str = "") -> str:
-    """How fast a run was, and how well its stages did: what part of its time the model waited.
+    """Returns the speed of a run, and the share of time that its model waited for other stages.
 
     Args:
         unit: what is counted, in the plural.
-        more: behind their number.
-        behind: behind the first line.
+        more: text after the count.
+        behind: text after the first line.
     """
     seconds = report.seconds
     return (
@@ -237,11 +237,11 @@ def speed(report: RunReport, unit: str, more: str = "", behind: str = "") -> str
 
 @contextlib.contextmanager
 def resumable(program: str, words: Sequence[str], left: Path | None) -> Iterator[None]:
-    """Inside this block an interrupt that leaves work behind says how to continue.
+    """Reports how to continue after an interrupt that leaves unfinished work.
 
     Args:
         words: the command line.
-        left: where work is left; None where nothing is.
+        left: the path of unfinished work; None if none is kept.
 
     Raises:
         Ended: after such an interrupt.
@@ -256,17 +256,17 @@ def resumable(program: str, words: Sequence[str], left: Path | None) -> Iterator
 
 
 def run_over_data(program: str, words: Sequence[str], run: DataRun, entry_point: str) -> int:
-    """Runs, and says on standard error how it went: its speed, what was left out, and whether FastGen accelerated it.
+    """Runs, and reports on standard error: the speed, skipped records, and whether FastGen accelerated it.
 
     Args:
         words: the command line, with which an interrupted run is continued.
-        entry_point: what the calls of the model are counted under.
+        entry_point: under which the calls of the model are counted.
 
     Returns:
         the exit status.
 
     Raises:
-        Ended: after an interrupt that leaves work behind.
+        Ended: after an interrupt that leaves unfinished work.
     """
 
     def say(line: str) -> None:
@@ -306,7 +306,7 @@ def _summary(report: RunReport) -> str:
 
 
 def run_named(module: str, commands: Mapping[str, Callable[[Sequence[str]], int]]) -> NoReturn:
-    """`python -m MODULE COMMAND ...`, for modules of several commands."""
+    """Runs `python -m MODULE COMMAND ...`, for modules with several commands."""
     name, *words = sys.argv[1:] or [""]
     if name not in commands:
         sys.exit(fail(f"python -m {module}", f"give one of {', '.join(commands)}", SETUP))

@@ -1,6 +1,6 @@
-"""`fastgen-serve`: an HTTP server for models of Transformers, on the engine of FastGen.
+"""`fastgen-serve`: an HTTP server for Transformers models, on FastGen's engine.
 
-`main` is the command, `app` the application. `api/` holds an interface a module: OpenAI's, vLLM's further paths,
-LibreTranslate's. `workers/` holds the process that a model runs in, and the side of the server that talks to it.
-`jobs` says what goes between the two, `errors` what a request can fail with.
+`main` is the command, `app` the application. `api/` holds one module per interface: OpenAI's, vLLM's additional paths,
+LibreTranslate's. `workers/` holds the process that runs a model, and the server's side of the connection to it.
+`jobs` defines the data that crosses this connection, `errors` the errors of requests.
 """

@@ -1,4 +1,4 @@
-"""The application: the interfaces, the models, and what is common to all requests."""
+"""The FastAPI application: the interfaces, the models, and the handling that all requests share."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from fastgen_serve.guard import Guard, Traffic
 from fastgen_serve.models import Models
 from fastgen_serve.settings import ServeSettings
 
-# In this order: what is asked for first. The shape of an error for an unknown path is OpenAI's.
+# The order of lookup: the most requested paths first. OpenAI's interface shapes the error for an unknown path.
 _INTERFACES: tuple[ModuleType, ...] = (openai, responses, audio, vllm, libretranslate, page, operations)
 
 
 def create_app(
     settings: ServeSettings, models: Models | None = None, on_broken: Callable[[str], object] = lambda reason: None
 ) -> FastAPI:
-    """The application that serves models.
+    """Creates the application that serves models.
 
-    Its `state` has `settings`, `models`, and `traffic`: the requests that are there.
+    Its `state` has `settings`, `models`, and `traffic`, which counts the requests in progress.
 
     Args:
-        models: those that there are already; by default, each of `settings.models` in a process of its own, which
+        models: models that exist already; by default, each of `settings.models` in a process of its own, which
             starts and ends with the application.
-        on_broken: is told why such a model cannot be loaded.
+        on_broken: called with the reason if such a model cannot be loaded.
     """
     if models is None:
         from fastgen_serve.workers.remote import RemoteModel
@@ -87,7 +87,7 @@ def create_app(
         write_error=write_error,
         traffic=app.state.traffic,
     )
-    if settings.cors_origins:  # around the guard, as a page is to read what that refuses, too
+    if settings.cors_origins:  # outermost, so that web pages can read the guard's refusals too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -99,7 +99,7 @@ def create_app(
 
 
 def _found(path: str) -> tuple[ModuleType, str] | None:
-    """The interface that has this path, and how it is declared."""
+    """Returns the interface that has this path, and the path as declared in its route."""
     for module in _INTERFACES:
         for route in module.router.routes:
             if route.path_regex.match(path):
@@ -108,28 +108,28 @@ def _found(path: str) -> tuple[ModuleType, str] | None:
 
 
 def path_of(path: str) -> str | None:
-    """How a path is declared; None for an unknown one."""
+    """Returns a path as its route declares it; None for an unknown path."""
     found = _found(path)
     return None if found is None else found[1]
 
 
 def needs_header(path: str) -> bool:
-    """Whether a request has its key in the header: not for what the interface says (`WITHOUT_HEADER`), nor for what
-    there is not, as the documentation.
+    """Returns whether a request must have its API key in the header. Paths in the interface's `WITHOUT_HEADER` need
+    none, nor do paths of no interface, such as the documentation.
     """
     found = _found(path)
     return found is not None and found[1] not in getattr(found[0], "WITHOUT_HEADER", ())
 
 
 def most_bytes(settings: ServeSettings, path: str) -> int:
-    """Bytes of the body of a request for a path, at the most: what the interface says (`most_bytes`), if it does."""
+    """Returns the limit in bytes of a request's body: the interface's `most_bytes` if it has one, or the setting."""
     found = _found(path)
     own = None if found is None else getattr(found[0], "most_bytes", None)
     return settings.max_body_bytes if own is None else int(own(settings))
 
 
 def write_error(path: str, error: ServeError) -> JSONResponse:
-    """An error in the shape of the interface that the path belongs to."""
+    """Returns the error in the shape of the interface that the path belongs to."""
     found = _found(path)
     response: JSONResponse = (openai if found is None else found[0]).write_error(error)
     if error.retry_after is not None:
@@ -150,12 +150,12 @@ def _why_not_parsed(error: HTTPException) -> str | None:
 
 
 def as_bad_request(error: RequestValidationError) -> BadRequest:
-    """The first thing that is wrong with a request, with the field that it is about."""
+    """Converts the first error of an invalid request, with the field that it is about."""
     first: Any = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is no JSON: {first['ctx']['error']}")
     where = [str(part) for part in first["loc"][1:]]
-    if not where and first["type"] in ("model_attributes_type", "model_type"):  # a text, or a form, for example
+    if not where and first["type"] in ("model_attributes_type", "model_type"):  # plain text or a form, for example
         return BadRequest("the body: it is no JSON object, send one, with application/json as its content-type")
     param = ".".join(where) or None
     return BadRequest(f"{param or 'the body'}: {said(first).removeprefix('Value error, ')}", param=param)

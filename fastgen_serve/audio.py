@@ -1,7 +1,7 @@
-"""Recordings of requests, as the samples that a model reads.
+"""Decodes the recordings of requests into the samples that a model reads.
 
-What is too long is refused by its header, before there is memory for its samples. They are read in blocks, so that
-channels and rates that the model does not have are never all in memory.
+The header is checked first, so that a recording that is too long is refused before its samples take memory. Samples are
+read in blocks, so that their original channels and rate are never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from fastgen_serve.concurrency import Turns
 from fastgen_serve.errors import BadRequest
 
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-# What soundfile calls these, and how their files begin: it knows two dozen others, whose readers see nothing.
+# soundfile's names for these formats, and the first bytes of such files. soundfile knows two dozen other formats, whose
+# readers are never to see a request's data.
 _KNOWN = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 _BEGINNINGS = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3")
-# Samples a second, and channels.
+# Allowed samples a second, and channels.
 _RATES, _MOST_CHANNELS = range(4000, 96_001), 8
-# Seconds that a recording has at the least: models have windows that are not much shorter.
+# Minimum length in seconds: the windows of models are not much shorter.
 _SHORTEST = 0.1
-# Samples are from -1 to 1; what is louder by far is no sound, and powers of it are no numbers.
+# Samples are in [-1, 1]. Values far beyond are not sound, and their powers overflow.
 _LOUDEST = 2.0**16
 _BLOCK = 2**16
-# Lengths that programs write into a WAV file before they know them.
+# Programs that do not know the length yet write this or more into a WAV header.
 _UNKNOWN_LENGTH = 0x7FFF0000
 _PARAM = "file"
-# Requests whose recordings are worked on at a time: half an hour has 115 MB of samples, and 500 MB of spectra.
+# Requests whose recordings are processed at a time: half an hour has 115 MB of samples, and 500 MB of spectra.
 AT_ONCE = 2
 in_turn = Turns(AT_ONCE, "fastgen-audio").run
 
 
 def decoded(data: bytes, rate: int, most: float) -> Any:
-    """The samples of a file [length], in float32, in one channel and at this rate.
+    """Decodes a file to samples [length], in float32, mono, at this rate.
 
     Args:
-        most: seconds that it may have.
+        most: the limit in seconds.
 
     Raises:
-        BadRequest: it is no recording of these formats, is damaged, too long or too short, or has another rate, more
-            channels or samples that no recording has.
+        BadRequest: it is not a recording in one of these formats, is damaged, too long or too short, has an
+            unsupported rate or too many channels, or samples that no recording has.
     """
     import numpy
     import soundfile
@@ -55,19 +56,19 @@ def decoded(data: bytes, rate: int, most: float) -> Any:
             samples = numpy.concatenate([*_resampled(sound, rate)])
     except BadRequest:
         raise
-    except Exception as error:  # decoders raise whatever damaged files lead them to
+    except Exception as error:  # decoders raise arbitrary errors for damaged files
         raise _unreadable(type(error).__name__) from error
-    _check_seconds(len(samples) / rate, most)  # an MP3 file guesses in its header
+    _check_seconds(len(samples) / rate, most)  # the length in an MP3 header is an estimate
     return samples
 
 
 def _begins_with_frame(data: bytes) -> bool:
-    """Whether a file begins with a frame of MPEG audio."""
+    """Returns whether a file begins with a frame of MPEG audio."""
     return len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0
 
 
 def _check_whole(data: bytes) -> None:
-    """Raises BadRequest for a WAV file that ends before its samples do: its reader would take what is there."""
+    """Raises BadRequest for a WAV file that ends before its samples do: soundfile would read it without an error."""
     place = 12
     while data.startswith(b"RIFF") and len(data) >= place + 8:
         name, size = struct.unpack_from("<4sI", data, place)
@@ -103,15 +104,15 @@ def _check_seconds(seconds: float, most: float) -> None:
 
 
 def _resampled(sound: Any, rate: int) -> Iterator[Any]:
-    """The samples of a file in one channel, at this rate, block by block."""
+    """Yields the samples of a file block by block, in mono, at this rate."""
     import soxr
 
     stream = None if sound.samplerate == rate else soxr.ResampleStream(sound.samplerate, rate, 1, dtype="float32")
     left = sound.frames
     while left > 0:
         block = sound.read(min(_BLOCK, left), dtype="float32", always_2d=True).mean(axis=1)
-        left = left - len(block) if len(block) else 0  # MP3 files guess how long they are
-        if not (abs(block) <= _LOUDEST).all():  # nor for what is no number
+        left = left - len(block) if len(block) else 0  # the length of an MP3 file is an estimate
+        if not (abs(block) <= _LOUDEST).all():  # also true for NaN
             raise BadRequest("the recording has samples that are no numbers, or far too large", param=_PARAM)
         yield block if stream is None else stream.resample_chunk(block, last=left == 0)
 

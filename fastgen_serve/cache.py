@@ -1,7 +1,8 @@
-"""Responses that are kept, by model, options and input (TurboTransformers keeps them, too: Fang et al., PPoPP 2021).
+"""Caches responses by model, options and input, as TurboTransformers does (Fang et al., PPoPP 2021).
 
-Only what is determined is kept: requests that draw tokens need a seed, and streams are never looked up. A cache that is
-down costs nothing but its hits: it is asked again after a while. What is read from it is data, and is checked.
+Only deterministic responses are cached: requests that sample need a seed, and streams are never looked up. If the cache
+is down, requests only lose its hits, and the server asks it again after a while. Cached values are parsed as data, and
+validated.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from fastgen_serve.models import Models
 from fastgen_serve.served import ServedModel
 from fastgen_serve.settings import REDIS, ServeSettings, bytes_of
 
-# Bytes of an entry in memory beside its key and its value.
+# Bytes that an entry takes in memory besides its key and its value.
 _ENTRY = 200
-# Seconds that Redis may take to answer; that it is not asked again after it has not, at first and at the most; and that
-# it keeps values.
+# In seconds: how long Redis may take to answer; the first and the longest pause after it has not answered; and how long
+# it keeps a value.
 _PATIENCE = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _KEPT = 86_400
 _READ = 2**20
-# Seconds between two looks at whether a model is ready.
+# Seconds between two polls of whether a model is ready.
 _LOOKS = 0.5
 _log = logging.getLogger("fastgen_serve")
 T = TypeVar("T")
-# What values are read as: anything else is none of ours, or damaged.
+# The types of cached values: anything else is foreign, or damaged.
 _GENERATED, _VECTOR = TypeAdapter(Generated), TypeAdapter(list[float])
 
 
@@ -51,23 +52,23 @@ class CacheDown(Exception):
 
 
 class Cache(Protocol):
-    """Keeps values by key for some time. Each method raises `CacheDown`."""
+    """Stores values by key for some time. `get` and `put` may raise `CacheDown`."""
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of these keys, None for one that is not there."""
+        """Returns the values of these keys; None for a missing one."""
 
     async def put(self, values: Mapping[str, bytes]) -> None:
-        """Keeps these values by their keys."""
+        """Stores these values by their keys."""
 
     async def close(self) -> None:
-        """Ends connections. Harmless to repeat."""
+        """Closes connections. Harmless to repeat."""
 
 
 class MemoryCache:
-    """Keeps values in memory, and drops those that nobody has asked for the longest.
+    """Keeps values in memory, and evicts the least recently used.
 
     Args:
-        most: bytes of all values and keys together.
+        most: the limit in bytes of all values and keys together.
     """
 
     def __init__(self, most: int) -> None:
@@ -89,7 +90,7 @@ class MemoryCache:
             self._drop(next(iter(self._values)))
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there are no connections."""
 
     def _drop(self, key: str) -> None:
         value = self._values.pop(key, None)
@@ -101,14 +102,14 @@ def _size(key: str, value: bytes) -> int:
 
 
 class RedisCache:
-    """Keeps values in a Redis server for a day, which may be that of several servers.
+    """Keeps values for a day in a Redis server, which several servers may share.
 
     Args:
         url: redis://, rediss:// or unix://.
         patience: seconds that the server may take to answer.
 
     Raises:
-        ValueError: it is no such address.
+        ValueError: the address is invalid.
         ImportError: the package is not installed.
     """
 
@@ -117,7 +118,7 @@ class RedisCache:
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
 
-        # What is late is not wanted any more: nothing is tried twice.
+        # No retries: a late value is of no use.
         self._client = Redis.from_url(url, retry=Retry(NoBackoff(), 0))
         self._patience, self._clock = patience, clock
         self._pause = self._asks_from = 0.0
@@ -141,7 +142,7 @@ class RedisCache:
             raise CacheDown("the cache was down some seconds ago")
         try:
             found = await asyncio.wait_for(ask(), self._patience)
-        except ResponseError as error:  # it is there, and does not want this: its memory is full, for example
+        except ResponseError as error:  # Redis answers but refuses: its memory is full, for example
             raise CacheDown(str(error)) from error
         except (RedisError, OSError, asyncio.TimeoutError) as error:
             self._pause = min(2 * self._pause or _FIRST_PAUSE, _LONGEST_PAUSE)
@@ -152,7 +153,7 @@ class RedisCache:
 
 
 def make_cache(text: str) -> Cache:
-    """The cache that an option names: "256MiB" in memory, or the address of a Redis server.
+    """Creates the cache that an option names: "256MiB" in memory, or the address of a Redis server.
 
     Raises:
         ValueError: it is neither.
@@ -161,10 +162,10 @@ def make_cache(text: str) -> Cache:
 
 
 def keep_responses(models: Models, settings: ServeSettings) -> Models:
-    """The same models, with the cache that the settings name.
+    """Returns the models, wrapped with the cache that the settings name, if they name one.
 
     Raises:
-        SetupError: there cannot be such a cache.
+        SetupError: the cache cannot be created.
     """
     if settings.cache is None:
         return models
@@ -172,23 +173,23 @@ def keep_responses(models: Models, settings: ServeSettings) -> Models:
         cache = make_cache(settings.cache)
     except ImportError:
         raise SetupError("cache: the package redis is not installed, which fastgen's extra `serve` has") from None
-    except ValueError:  # whose message may have a part of a password
+    except ValueError:  # not quoted: the message may contain a part of a password
         raise SetupError("cache: give a size, or the address of a Redis server, redis://HOST:PORT/0") from None
     kept = [CachedModel(model, cache, partial(identity_of, settings.path(model.name), settings)) for model in models]
     return Models(cast(list[ServedModel], kept))
 
 
-# ---- which model
+# ---- the model's identity
 
 
 def identity_of(path: str, settings: ServeSettings) -> str:
-    """What a model gives depends on: the digest of all its files, and of the settings that change its numbers.
+    """Returns a digest of all that a model's responses depend on: its files, and the settings that change its numerics.
 
     Args:
         path: its directory, its GGUF file, or a hub name whose files have been downloaded.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     found = hashlib.sha256(json.dumps([settings.dtype, settings.weight_dtype]).encode())
     for folder in map(_folder, dict.fromkeys((path, base_of(path)))):
@@ -197,7 +198,7 @@ def identity_of(path: str, settings: ServeSettings) -> str:
 
 
 def _add(found: Any, folder: Path) -> None:
-    """Adds a file, or all those of a folder, to a digest."""
+    """Adds a file, or all files of a folder, to a digest."""
     files = [folder] if folder.is_file() else sorted(each for each in folder.rglob("*") if each.is_file())
     for file in files:
         found.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode("utf-8", "surrogatepass"))
@@ -214,35 +215,35 @@ def _folder(path: str) -> Path:
     return Path(snapshot_download(path, local_files_only=True))
 
 
-# ---- a model with a cache
+# ---- the model with a cache
 
 
 class CachedModel:
-    """A `ServedModel` whose responses are kept, as soon as it is known what they depend on.
+    """A `ServedModel` that caches responses, once the digest of what they depend on is known.
 
     Args:
-        model: is asked what is not known yet.
-        identify: reads the files of the model, once it is ready, in a thread. Where it raises, nothing is kept. It is
-            called again when a process of the model has died, as the next one reads files that may have changed.
+        model: serves the requests that are not cached.
+        identify: reads the model's files in a thread, once the model is ready. If it raises, nothing is cached. It is
+            called again after a process of the model has died, because the next process may have read changed files.
     """
 
     def __init__(self, model: ServedModel, cache: Cache, identify: Callable[[], str]) -> None:
         self._model, self._cache, self._identify = model, cache, identify
         self._identity: str | None = None
-        self._identified: ModelInfo | None = None  # what the process has said of itself whose files were read
+        self._identified: ModelInfo | None = None  # the info of the process whose files were read
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is the model's own."""
+        """Returns any other attribute of the model."""
         return getattr(self._model, name)
 
     async def generate(self, job: Generate) -> Generated:
-        """As the model's own, or what it returned for such a job before."""
+        """Returns the model's result, or the cached result of an equal job."""
         (made,) = await self.generate_all([job])
         return made
 
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
-        """As the model's own, or what it returned for such jobs before."""
+        """Returns the model's results, or the cached results of equal jobs."""
         keys = [self._key(job) if self._is_determined(job) else None for job in jobs]
 
         async def make(missing: Sequence[int]) -> list[Generated]:
@@ -251,7 +252,7 @@ class CachedModel:
         return await self._filled(keys, _GENERATED, make)
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
-        """As the model's own; it is asked for those that are not known yet."""
+        """Returns the model's results; it runs only the jobs that are not cached."""
 
         async def make(missing: Sequence[int]) -> list[list[float]]:
             return await self._model.encode([jobs[number] for number in missing])
@@ -259,12 +260,12 @@ class CachedModel:
         return await self._filled([self._key(job) for job in jobs], _VECTOR, make)
 
     async def start(self) -> None:
-        """Has the model load."""
+        """Starts loading the model."""
         await self._model.start()
         self._begin(self.identify())
 
     async def stop(self) -> None:
-        """Ends the model, and the connections of the cache."""
+        """Stops the model, and closes the connections of the cache."""
         await self._model.stop()
         for task in self._tasks:
             task.cancel()
@@ -272,7 +273,7 @@ class CachedModel:
         await self._cache.close()
 
     async def identify(self) -> None:
-        """Waits until the model is ready, and finds out what its responses depend on."""
+        """Waits until the model is ready, and computes the digest of what its responses depend on."""
         while not self._model.is_ready:
             await asyncio.sleep(_LOOKS)
         info = self._identified = self._model.info
@@ -286,18 +287,18 @@ class CachedModel:
             self._identity = found
 
     def _key(self, job: Generate | Encode) -> str | None:
-        """Under which the response is kept; None while it is not known what it depends on."""
-        if self._identified is not None and self._identified is not self._model.info:  # it has a new process
+        """Returns the key of a job's response; None while the model's identity is unknown."""
+        if self._identified is not None and self._identified is not self._model.info:  # the model has a new process
             self._identified, self._identity = self._model.info, None
             self._begin(self.identify())
         if self._identity is None:
             return None
-        form = json.dumps(getattr(job, "form", None))  # the order of fields in a schema is that of the result
+        form = json.dumps(getattr(job, "form", None))  # results have their fields in the schema's order
         values = [fastgen.__version__, self.name, self._identity, type(job).__name__, asdict(job), form]
         return "fastgen:" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def _is_determined(self, job: Generate) -> bool:
-        """Whether each run of a job gives the same, which is known by its tokens: images are not kept."""
+        """Returns whether a job's tokens and options determine its result: jobs with images are not cached."""
         if job.inputs:
             return False
         draws = job.options.get("do_sample")
@@ -309,12 +310,12 @@ class CachedModel:
         kind: TypeAdapter[T],
         make: Callable[[Sequence[int]], Awaitable[Sequence[T]]],
     ) -> list[T]:
-        """What is kept under these keys, and what is made in place of the rest, which is kept then.
+        """Returns the cached responses; computes the missing ones, and then caches them.
 
         Args:
-            keys: of the responses; None for one that is not kept.
-            kind: of the responses.
-            make: the responses of these indices.
+            keys: the key of each response; None for one that is not cached.
+            kind: the type of the responses.
+            make: computes the responses of these indices.
         """
         info, known = self._model.info, [key for key in keys if key is not None]
         kept = dict(zip(known, await self._look(known, kind), strict=True)) if known else {}
@@ -323,12 +324,12 @@ class CachedModel:
         made = dict(zip(missing, await make(missing), strict=True)) if missing else {}
         if self._model.info is info:  # otherwise a process has died, and the next one may have read other files
             new = {key: made[number] for number in missing if (key := keys[number]) is not None}
-            if new:  # nobody waits until it is kept
+            if new:  # nobody waits for the write
                 self._begin(self._put(new))
         return [made[number] if each is None else each for number, each in enumerate(found)]
 
     async def _look(self, keys: Sequence[str], kind: TypeAdapter[T]) -> list[Any]:
-        """What is kept under these keys; None for what is not."""
+        """Returns the cached values of these keys; None for a missing one."""
         try:
             values = await self._cache.get(keys)
         except CacheDown:
@@ -355,7 +356,7 @@ class CachedModel:
 
 
 def _parsed(value: bytes | None, kind: TypeAdapter[T]) -> T | None:
-    """What a value says; None where it is none of ours, or damaged."""
+    """Parses a cached value; returns None if it is foreign, or damaged."""
     try:
         return None if value is None else kind.validate_json(value)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""What handlers await: several results at once, and several streams as one."""
+"""Helpers for handlers: they await several results at once, or merge several streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. If one fails, the others are cancelled, and what it has raised is raised."""
+    """Returns the results, in order. If one fails, cancels the others and raises its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -25,7 +25,7 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_turns(work: Callable[[Item], Awaitable[T]], items: Sequence[Item], at_once: int) -> list[T]:
-    """The results of all items, in order, so many of which are worked on at a time. It fails as `together` does."""
+    """Returns the results of all items, in order; at most `at_once` items run at a time. Fails as `together` does."""
     waiting = iter(enumerate(items))
     results: dict[int, T] = {}
 
@@ -38,23 +38,23 @@ async def in_turns(work: Callable[[Item], Awaitable[T]], items: Sequence[Item], 
 
 
 class Turns:
-    """Threads for work of requests, so much of which is done at a time.
+    """Threads that run the requests' work, a limited number at a time.
 
     Args:
-        at_once: works.
-        name: of the threads.
+        at_once: the number of threads.
+        name: the prefix of the threads' names.
     """
 
     def __init__(self, at_once: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(at_once, name)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns: in a thread, when it is its turn."""
+        """Runs `work` in a thread, once one is free, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class ClosedStream(StreamingResponse):
-    """A response whose generator is closed when it ends, also where it ends before the generator does."""
+    """A response that closes its generator when it ends, even if the generator has not finished."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -64,9 +64,9 @@ class ClosedStream(StreamingResponse):
 
 
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What the streams yield, as it comes, with the index of the stream. All are closed when this is.
+    """Yields the items of all streams as they arrive, with the stream's index. Closes all streams when it is closed.
 
-    Raises what the first of them that fails has raised.
+    Raises the error of the first stream that fails.
     """
     arrived: asyncio.Queue[tuple[int, T] | asyncio.Future[None]] = asyncio.Queue()
 
@@ -92,7 +92,7 @@ async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[in
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancels what has not ended, and waits until it has. What was raised is known, or of no interest."""
+    """Cancels the tasks that have not ended, and waits for them. Ignores their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

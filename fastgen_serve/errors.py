@@ -1,16 +1,16 @@
-"""What a request can fail with. Each interface writes them in the shape that its clients know."""
+"""The errors of requests. Each interface writes them in the shape that its clients know."""
 
 from __future__ import annotations
 
 
 class ServeError(Exception):
-    """A request fails with a status of HTTP.
+    """The request fails with an HTTP status.
 
     Attributes:
-        message: one line that says what, and what to do.
-        param: the field of the request that it is about.
-        code: a word for programs.
-        retry_after: seconds after which to try again.
+        message: one line that says what failed, and what to do.
+        param: the field of the request that the error is about.
+        code: an identifier for programs.
+        retry_after: seconds after which the client may try again.
     """
 
     status = 500
@@ -28,13 +28,13 @@ class BadRequest(ServeError):
 
 
 class TooLong(BadRequest):
-    """The prompt, with its new tokens, is longer than the model."""
+    """The prompt and its new tokens exceed the model's context length."""
 
     code = "context_length_exceeded"
 
 
 class Unauthorized(ServeError):
-    """There is no API key, or another one."""
+    """The API key is missing or wrong."""
 
     status, code = 401, "invalid_api_key"
 
@@ -46,7 +46,7 @@ class ModelNotFound(ServeError):
 
 
 class TooLarge(ServeError):
-    """The body is larger than the server takes."""
+    """The body exceeds the server's limit."""
 
     status, code = 413, "request_too_large"
 
@@ -58,22 +58,22 @@ class CompressedBody(ServeError):
 
 
 class Busy(ServeError):
-    """As many requests wait as the server lets wait: the client tries again."""
+    """The queue is full: the client has to try again later."""
 
     status, code = 429, "rate_limit_exceeded"
 
 
 class Failed(ServeError):
-    """The model has raised, or there was no memory, for this request alone."""
+    """The model raised an error, or ran out of memory, for this request alone."""
 
 
 class Unavailable(ServeError):
-    """The model is loading, its process has died, or the server stops."""
+    """The model is loading, its process has died, or the server is stopping."""
 
     status, code = 503, "unavailable"
 
 
 class TimedOut(ServeError):
-    """The request took longer than it may."""
+    """The request exceeded its time limit."""
 
     status, code = 504, "timeout"

@@ -1,6 +1,7 @@
-"""What every request passes first: its id and its line in the log, its key, its size, and whether the client is there.
+"""ASGI middleware that every request passes first: it assigns the id, writes the log line, checks the API key and the
+size of the body, and notices when the client disconnects.
 
-In ASGI, below FastAPI: a body is measured before it is in memory, and a client that leaves ends what runs for it.
+It wraps FastAPI, so that a body is measured before it is in memory, and a disconnect cancels the request's work.
 """
 
 from __future__ import annotations
@@ -28,36 +29,36 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _log = logging.getLogger("fastgen_serve")
 
-# What a client may call its request.
+# Request ids that a client may choose.
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# The status, in the log, of a request whose client has left.
+# The status in the log of a request whose client has disconnected.
 _GONE = 499
-# Seconds that a request has beyond its limit, so that a job that takes too long can say so in its stream first.
+# Seconds beyond the request's limit, so that a job that times out can report it in its stream first.
 _GRACE = 5.0
-# Parts of a body that are read ahead of who wants it: the rest stays with the client.
+# Parts of a body that are read ahead of the application: the rest stays with the client.
 _AHEAD = 4
-# Of a request that is refused, so much is read, for so long.
+# Limits for reading the rest of a refused request's body.
 _REST_BYTES, _REST_SECONDS = 2**25, 1.0
 
 
 @dataclass
 class Traffic:
-    """How many requests are there."""
+    """Counts the requests in progress."""
 
     running: int = 0
     is_draining: bool = False
-    """No more are taken, as the server is about to stop."""
+    """Whether the server is about to stop, and accepts no more requests."""
 
 
 class Guard:
     """The ASGI application around FastAPI's.
 
     Args:
-        path_of: the path that a request's belongs to, as it is declared; None for an unknown one.
-        needs_header: whether a request for a path has its key in the header.
-        most_bytes: of the body of a request for a path.
-        write_error: the response to an error, for a path.
-        traffic: in which requests are counted.
+        path_of: returns a path as its route declares it; None for an unknown path.
+        needs_header: returns whether a request for a path needs its API key in the header.
+        most_bytes: returns the limit in bytes of a body for a path.
+        write_error: returns the response to an error, for a path.
+        traffic: counts the requests.
     """
 
     def __init__(
@@ -80,14 +81,14 @@ class Guard:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        # An unknown path may be anything: only those that are declared are counted, and logged.
+        # Counts and logs only declared paths: a client may send any number of unknown ones.
         entry = log.Entry(
             id=given if _ID.fullmatch(given) else uuid.uuid4().hex,
             method=scope["method"],
             path=self._path_of(scope["path"]) or "unknown",
         )
         log.current.set(entry)
-        if entry.method == "HEAD":  # FastAPI's routes know GET alone
+        if entry.method == "HEAD":  # FastAPI's routes declare only GET
             scope, send = {**scope, "method": "GET"}, _without_body(send)
         status, body = _GONE, _Body(receive, self._most_bytes(scope["path"]))
 
@@ -106,7 +107,7 @@ class Guard:
                 raise
             await self._refuse(scope, body, send_with_id, _stops())  # uvicorn has waited for it long enough
         except Exception:
-            if status != _GONE:  # it has begun: the connection is cut, and uvicorn says why in the log
+            if status != _GONE:  # the response has begun: uvicorn cuts the connection, and logs the error
                 raise
             _log.exception("request %s has failed", entry.id)
             await self._refuse(scope, body, send_with_id, Failed("the server has failed: its log says why"))
@@ -122,7 +123,7 @@ class Guard:
             _check_encoding(headers.get("content-encoding", ""))
             if self._needs_header(scope["path"]):
                 keys.check(keys.of_header(headers.get("authorization")), self._settings.api_keys)
-            if self._traffic.is_draining and scope["method"] == "POST":  # what asks a model for something
+            if self._traffic.is_draining and scope["method"] == "POST":  # only POST asks a model for something
                 raise _stops()
             await self._run(scope, body, send)
         except ServeError as error:
@@ -131,14 +132,14 @@ class Guard:
     async def _refuse(self, scope: MutableMapping[str, Any], body: _Body, send: Send, error: ServeError) -> None:
         await body.discard_rest()
         response = self._write_error(scope["path"], error)
-        response.headers["Connection"] = "close"  # the client may be sending still
+        response.headers["Connection"] = "close"  # the client may still be sending
         await response(scope, body.receive, send)
 
     async def _run(self, scope: MutableMapping[str, Any], body: _Body, send: Send) -> None:
-        """Runs the application, as long as the client is there and the request may take.
+        """Runs the application until it ends, the client disconnects, or the request exceeds its time.
 
         Raises:
-            TimedOut: there is no response by then. One that has begun is cut: its client does not read it.
+            TimedOut: no response has begun in time. A response that has begun is cut: its client does not read it.
         """
         has_begun = is_complete = False
 
@@ -155,7 +156,7 @@ class Guard:
             done, _ = await asyncio.wait(
                 {running, reading}, timeout=seconds + _GRACE, return_when=asyncio.FIRST_COMPLETED
             )
-            if running.done() or (done and is_complete):  # behind a response, everybody has left
+            if running.done() or (done and is_complete):  # after a complete response, a disconnect is normal
                 await running
                 return
             running.cancel()
@@ -164,7 +165,7 @@ class Guard:
                 return
             if not done:
                 raise TimedOut(f"the request took longer than {seconds:g} s")
-            await reading  # raises, if the body is too large
+            await reading  # raises if the body is too large
         finally:
             for task in (running, reading):
                 task.cancel()
@@ -179,7 +180,7 @@ def _without_body(send: Send) -> Send:
 
 
 def _check_encoding(encoding: str) -> None:
-    """Raises CompressedBody for a compressed body, of which nobody knows how large it gets."""
+    """Raises CompressedBody for a compressed body: its real size is unknown."""
     if encoding.strip().lower() not in ("", "identity"):
         raise CompressedBody("the body is compressed: send it as it is, without the header Content-Encoding")
 
@@ -189,7 +190,7 @@ def _stops() -> Unavailable:
 
 
 class _Body:
-    """The body of a request on its way to the application, up to so many bytes."""
+    """Passes the body of a request on to the application, up to a limit in bytes."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive, self._most = receive, most
@@ -197,19 +198,19 @@ class _Body:
         self._is_whole = False
 
     async def receive(self) -> Message:
-        """For the application."""
+        """Returns the next message. The application calls it."""
         return await self._messages.get()
 
     def check_length(self, declared: str | None) -> None:
-        """Raises TooLarge where the header says so."""
+        """Raises TooLarge if the Content-Length header exceeds the limit."""
         if declared is not None and declared.isdecimal() and int(declared) > self._most:
             raise self._too_large()
 
     async def read(self) -> None:
-        """Reads until the client leaves.
+        """Reads until the client disconnects.
 
         Raises:
-            TooLarge: the body has more bytes than it may.
+            TooLarge: the body exceeds the limit.
         """
         size = 0
         while True:
@@ -222,8 +223,8 @@ class _Body:
                 return
 
     async def discard_rest(self) -> None:
-        """Reads what the client of a refused request is sending, as far as it is short: a connection that is closed
-        with bytes unread is reset, and the client may lose the response.
+        """Reads the rest of a refused request's body, within limits: closing a connection with unread bytes resets it,
+        and the client may lose the response.
         """
 
         async def read() -> None:

@@ -1,6 +1,7 @@
-"""Images of requests. They come in the request itself, as data: URIs: nothing of it reaches the network, or a path.
+"""Decodes the images of requests. They are data: URIs in the request, so that no request reaches the network or a file.
 
-What is too large is refused by its length and its header, before there is memory for its pixels.
+The data's length and the header are checked first, so that an image that is too large is refused before its pixels take
+memory.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.settings import ServeSettings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# How often one side goes into the other, at the most: processors scale an image by its shorter side.
+# The highest aspect ratio: processors scale an image by its shorter side.
 _LONGEST = 20
-# Scans of a progressive JPEG, at the most: each of them takes as long as all pixels do. Encoders make a dozen.
+# The most scans of a progressive JPEG: each takes as long as decoding all pixels. Encoders write a dozen.
 _MOST_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
-# Of a data: URI, what is in front of the data. Bounded, as a long one would be cut in two at each of its places.
+# The beginning of a data: URI. Its parts are bounded to keep the match from backtracking over a long text.
 _DATA = re.compile(r"data:[\w.+-]{0,32}/?[\w.+-]{0,64};base64,", re.IGNORECASE | re.ASCII)
 _PARAM = "messages"
-# Requests whose images are worked on at a time: each has them in memory. The threads of texts are others.
+# Requests whose images are processed at a time: each holds them in memory. Tokenisation has threads of its own.
 AT_ONCE = 4
 in_turn = Turns(AT_ONCE, "fastgen-images").run
 T = TypeVar("T")
 
 
 def decoded(urls: Sequence[str], settings: ServeSettings) -> list[Any]:
-    """The images of a request, in RGB and upright, as the library reads those of files.
+    """Decodes the images of a request, in RGB and upright, as Transformers reads those of files.
 
     Raises:
-        BadRequest: there are too many, or one is no data: URI, is too large, or is no image of these formats.
+        BadRequest: there are too many, or one is not a data: URI, is too large, or is not an image of these formats.
     """
     check_number(urls, settings)
     opened = [_whole(number, _opened, _data(number, url, settings)) for number, url in enumerate(urls, 1)]
@@ -55,7 +56,7 @@ def decoded(urls: Sequence[str], settings: ServeSettings) -> list[Any]:
 
 
 def check_number(urls: Sequence[str], settings: ServeSettings) -> None:
-    """Raises BadRequest where a request has more images than the server takes."""
+    """Raises BadRequest if a request has more images than the server allows."""
     if len(urls) > settings.max_images:
         raise BadRequest(
             f"the request has {len(urls)} images: this server takes {settings.max_images} at the most", param=_PARAM
@@ -76,10 +77,10 @@ def _data(number: int, url: str, settings: ServeSettings) -> bytes:
 
 
 def _whole(number: int, read: Callable[[Any], T], value: Any) -> T:
-    """What `read` makes of a part of an image. Raises BadRequest where that is damaged."""
+    """Applies `read` to a part of an image. Raises BadRequest if that part is damaged."""
     try:
         return read(value)
-    except Exception as error:  # decoders raise whatever damaged files lead them to
+    except Exception as error:  # decoders raise arbitrary errors for damaged files
         raise BadRequest(
             f"image {number} cannot be read: give the base64 of a file of {', '.join(FORMATS)} "
             f"({type(error).__name__})",
@@ -88,7 +89,7 @@ def _whole(number: int, read: Callable[[Any], T], value: Any) -> T:
 
 
 def _opened(data: bytes) -> Any:
-    """An image of which the header is read."""
+    """Opens an image, which reads its header only."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(data), formats=FORMATS)

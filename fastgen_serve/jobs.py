@@ -1,4 +1,4 @@
-"""What the server asks the process of a model for, and what that answers: plain data, as it crosses a pipe."""
+"""The jobs that the server sends to a model's process, and their results: plain data, because they cross a pipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Tokens of an input to a model that has no limit of its own: memory has one.
+# The limit of tokens for an input to a model without a limit of its own: memory is finite.
 MOST_TOKENS = 4096
 
 
@@ -16,15 +16,17 @@ class Generate:
 
     Attributes:
         tokens: ids of the prompt, or of the source of an encoder-decoder model.
-        options: keywords of `generate`, of plain values: max_new_tokens, num_beams, do_sample, ...
-        seed: of what is drawn; None for one that is drawn, too.
-        stop: texts that end a sequence (`stop_strings`).
-        logprobs: the log-probability of each new token is wanted, and those of so many others at its position.
-        prompt_logprobs: the same of the tokens of the prompt, for decoder-only models.
-        inputs: what the model reads besides, such as pixels: arrays, by their names.
-        streams: new tokens are wanted as they are certain.
-        penalties: taken from the score of a token for each time that it has been generated, and once if it has.
-        form: that each result has: keywords of `fastgen.Grammar`; None for any.
+        options: keywords of `generate`, with plain values: max_new_tokens, num_beams, do_sample, ...
+        seed: the seed of sampling; None to draw one.
+        stop: strings that end a sequence (`stop_strings`).
+        logprobs: number of likeliest tokens to return per position, besides the new token's log-probability; None for
+            no log-probabilities.
+        prompt_logprobs: the same number for each token of the prompt; for decoder-only models.
+        inputs: other inputs of the model, such as pixels: arrays, by name.
+        streams: whether to return new tokens as soon as they are final.
+        penalties: subtracted from the score of a token: for each time that it has been generated (frequency), and once
+            if it has been (presence).
+        form: keywords of `fastgen.Grammar` that constrain each result; None for no constraint.
     """
 
     tokens: tuple[int, ...]
@@ -40,21 +42,21 @@ class Generate:
 
     @property
     def input_bytes(self) -> int:
-        """Of what the model reads besides the tokens."""
+        """Size in bytes of the inputs other than tokens."""
         return bytes_of(self.inputs)
 
 
 @dataclass(frozen=True)
 class Transcribe:
-    """A request to write down what a recording says.
+    """A request to transcribe or translate a recording.
 
     Attributes:
-        inputs: what the model reads, as its feature extractor makes it: arrays of one row, by their names.
-        seconds: of the recording.
-        options: keywords of `generate`, of plain values: language, task, temperature, ...
-        tokens: ids of a text that comes before.
-        seed: of what is drawn; None for one that is drawn, too.
-        segments: these are wanted, and the language.
+        inputs: the feature extractor's output: arrays of one row, by name.
+        seconds: length of the recording.
+        options: keywords of `generate`, with plain values: language, task, temperature, ...
+        tokens: ids of a text that precedes the recording.
+        seed: the seed of sampling; None to draw one.
+        segments: whether to return the segments and the language.
     """
 
     inputs: Mapping[str, Any] = field(repr=False, compare=False)
@@ -70,7 +72,7 @@ class Transcribe:
 
 
 def bytes_of(inputs: Mapping[str, Any]) -> int:
-    """Of arrays, by their names."""
+    """Returns the size in bytes of arrays by name."""
     return sum(getattr(value, "nbytes", 0) for value in inputs.values())
 
 
@@ -89,11 +91,12 @@ class Sequence:
 
     Attributes:
         tokens: the new ones, without the prompt, the decoder's start, EOS and padding.
-        finish_reason: "stop" behind EOS or a stop string, "length" at the limit.
+        finish_reason: "stop" after EOS or a stop string, "length" at the limit.
         score: `sequences_scores` of beam search; None without beams.
-        logprobs: of each token, where they were asked for.
+        logprobs: of each token, if the request asked for them.
         generated: number of new tokens, EOS among them: for `usage`.
-        ended_by: EOS, which is not among the tokens, or another token that ends it; None for a text, or the limit.
+        ended_by: the token that ended the sequence: EOS, which is not in `tokens`, or a stop token; None if a stop
+            string or the limit ended it.
     """
 
     tokens: tuple[int, ...]
@@ -117,13 +120,13 @@ class Generated:
 
     @property
     def lengths(self) -> list[int]:
-        """New tokens of each."""
+        """Numbers of new tokens of the sequences."""
         return [sequence.generated for sequence in self.sequences]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a recording: from when to when, in seconds, and its tokens."""
+    """A part of a recording: its start and end in seconds, and its tokens."""
 
     start: float
     end: float
@@ -132,12 +135,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcribed:
-    """What a recording says.
+    """The transcript of a recording.
 
     Attributes:
-        tokens: of all of it.
-        segments: where they were asked for.
-        language: code of the one that the model was told, or has heard; None where it says none.
+        tokens: of the whole recording.
+        segments: if the request asked for them.
+        language: code of the language that the request set or the model detected; None if there is none.
     """
 
     tokens: tuple[int, ...]
@@ -146,17 +149,17 @@ class Transcribed:
 
     @property
     def lengths(self) -> list[int]:
-        """New tokens."""
+        """Numbers of new tokens."""
         return [len(self.tokens)]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What comes of an `Encode`.
+    """The result of an `Encode`.
 
     Attributes:
         values: the vector, or the scores of all labels.
-        seconds: of its batch, shared among all that were in it.
+        seconds: duration of its batch, divided by the number of inputs in it.
     """
 
     values: list[float]
@@ -168,7 +171,7 @@ class Delta:
     """New tokens of a stream.
 
     Attributes:
-        index: of the sequence. With beams, 0: what all beams share is certain, and is of the best one.
+        index: of the sequence. With beams, 0: the tokens that all beams share are final, and belong to the best one.
     """
 
     index: int
@@ -181,9 +184,9 @@ class Encode:
     """A text to encode, or a pair of texts.
 
     Attributes:
-        tokens: ids, with the special ones.
+        tokens: ids, including special tokens.
         what: "vector", or "labels".
-        token_type_ids: of a pair, where the model has them.
+        token_type_ids: of a pair, if the model uses them.
     """
 
     tokens: tuple[int, ...]
@@ -193,14 +196,14 @@ class Encode:
 
 @dataclass(frozen=True)
 class Speech:
-    """What a model that transcribes can be asked for.
+    """The capabilities of a model that transcribes.
 
     Attributes:
-        languages: codes of those that it can be told.
-        is_english: it knows English alone.
-        translates: it writes English for other languages, too.
-        has_windows: it goes through recordings of any length, and says when what is spoken.
-        prompt: tokens that it reads of a text that comes before, at the most.
+        languages: codes of the languages that a request can set.
+        is_english: whether it knows only English.
+        translates: whether it can translate other languages to English.
+        has_windows: whether it accepts recordings of any length, and returns timestamps.
+        prompt: the most tokens that it reads of a preceding text.
     """
 
     languages: tuple[str, ...] = ()
@@ -212,22 +215,22 @@ class Speech:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model is.
+    """The description of a model.
 
     Attributes:
-        name: under which it is served.
+        name: the name under which it is served.
         kind: "decoder-only", "encoder-decoder" or "encoder".
         tasks: of "generate", "transcribe", "vector", "labels".
-        positions: tokens that an input may have at the most; None for any number.
-        max_new_tokens: if a request says nothing.
+        positions: the most tokens of an input; None for no limit.
+        max_new_tokens: the default of a request.
         labels: of a classifier, by index.
         vector_size: of an encoder.
         slots: rows of a decode step.
-        defaults: options that the files of the model set for `generate`: num_beams, do_sample, eos_token_id, ...
-        prompt: text that is put before every text to encode, unless the request names another one of `prompts`.
-        prompts: those that come with the model, by name.
-        lower_case: texts to encode are turned to lower case first, and so are prompts that a request names.
-        scores: what makes scores of a classifier's numbers: "softmax", "sigmoid", or "raw" for these as they are.
+        defaults: options that the model's files set for `generate`: num_beams, do_sample, eos_token_id, ...
+        prompt: text that precedes every text to encode, unless the request names another one of `prompts`.
+        prompts: the prompts that the model's files define, by name.
+        lower_case: whether texts to encode, and prompts that a request names, are lowercased first.
+        scores: how a classifier's logits become scores: "softmax", "sigmoid", or "raw" for unchanged logits.
         speech: of a model that transcribes.
     """
 

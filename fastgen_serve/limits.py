@@ -1,4 +1,4 @@
-"""How much a server takes: of a request, and of requests."""
+"""Limits on each request, and on how many requests a server accepts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastgen_serve.errors import BadRequest, Busy
 from fastgen_serve.jobs import Generate, ModelInfo
 from fastgen_serve.settings import ServeSettings
 
-# Requests whose ends say how fast the others will get their turn.
+# The number of last finished rows that determine the throughput.
 _LAST = 64
-# Seconds after which a client may try again, at the most.
+# The longest time in seconds after which a client is told to try again.
 _LONGEST_RETRY = 60
 
 
 def bounded(job: Generate, info: ModelInfo, settings: ServeSettings) -> Generate:
-    """The job, with no more new tokens than the server gives where it leaves their number to the model.
+    """Returns the job, capped at the server's limit of new tokens if it leaves their number to the model.
 
     Raises:
-        BadRequest: it asks for more than the server gives, or the model's files do.
+        BadRequest: the job, or a default of the model's files, exceeds a limit of the server.
     """
     tokens = job.options.get("max_new_tokens")
     if tokens is not None and tokens > settings.max_tokens:
@@ -35,7 +35,7 @@ def bounded(job: Generate, info: ModelInfo, settings: ServeSettings) -> Generate
         if (options.get(name) or 1) > most:
             raise BadRequest(f"{name} is {options[name]}: this server takes {most} at the most", param=name)
     own = info.max_new_tokens
-    if info.kind == "decoder-only" and info.defaults.get("max_new_tokens") is None:  # a length with the prompt
+    if info.kind == "decoder-only" and info.defaults.get("max_new_tokens") is None:  # includes the prompt
         own -= len(job.tokens)
     if tokens is not None or own <= settings.max_tokens:
         return job
@@ -43,11 +43,11 @@ def bounded(job: Generate, info: ModelInfo, settings: ServeSettings) -> Generate
 
 
 class Held:
-    """Counts what requests have in memory.
+    """Limits the memory that the inputs of requests hold.
 
     Args:
-        most: bytes that all of them may have. One that is there alone may have more.
-        what: these bytes are, for those who are refused.
+        most: the limit in bytes of all requests together. A single request may exceed it.
+        what: names these bytes in the error of a refused request.
     """
 
     def __init__(self, most: int, what: str) -> None:
@@ -55,7 +55,7 @@ class Held:
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """The block of a request that has so many bytes. Raises Busy where others leave no room for them."""
+        """Counts these bytes for the duration of a block. Raises Busy if other requests leave no room for them."""
         if size and self.bytes and self.bytes + size > self._most:
             raise Busy(
                 f"{self._what} of other requests take all the room that there is: try again in 1 s", retry_after=1
@@ -68,12 +68,12 @@ class Held:
 
 
 class Admission:
-    """Says whether one more request of a model may wait.
+    """Decides whether a model's queue accepts one more request.
 
     Args:
         slots: rows that run at a time.
         most: rows that may wait.
-        budget: seconds in which one must be answered, once all slots are taken; None for any number.
+        budget: seconds in which a request must be answered, once all slots are taken; None for no limit.
         now: the clock.
     """
 
@@ -81,20 +81,21 @@ class Admission:
         self, slots: int, most: int, budget: float | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._slots, self._most, self._budget, self._now = slots, most, budget, now
-        self.rows = 0  # of requests that wait or run
-        # Seconds in which all slots were taken, as only these say how fast it goes then; and when rows left in them.
+        self.rows = 0  # rows that wait or run
+        # The time in seconds during which all slots were taken, which alone shows the throughput, and the times in it
+        # at which rows finished.
         self._full, self._last = 0.0, now()
         self._ends: deque[float] = deque(maxlen=_LAST)
         self._makes_batches = False
 
     def batch_all(self) -> None:
-        """The model has no slots: one request keeps it busy, and it makes batches of all that wait. How fast it goes,
-        `note` is told: a scheduler may have requests wait for others, while the model has nothing to do.
+        """Switches to a model without slots: one request keeps it busy, and it batches all that wait. `note` then
+        reports the throughput, because a scheduler may make requests wait for others while the model is idle.
         """
         self._slots, self._makes_batches = 1, True
 
     def note(self, seconds: float) -> None:
-        """A row has taken so much of the time of a model that makes batches."""
+        """Reports the model's time for one row, for a model that batches."""
         self._full += seconds
         self._ends.append(self._full)
 
@@ -104,16 +105,16 @@ class Admission:
         return max(self.rows - self._slots, 0)
 
     def enter(self, rows: int = 1) -> None:
-        """A request comes.
+        """Counts a new request.
 
         Raises:
-            Busy: it may not wait.
+            Busy: the queue does not accept it.
         """
         self._tick()
         waiting, pace = self.rows + rows - self._slots, self._pace()
-        # Where all share what there is, whoever comes is answered behind all that are there.
+        # All requests share the throughput: a new one is answered after all others.
         is_late = self._budget is not None and pace is not None and (self.rows + rows) * pace > self._budget
-        # A request that finds nobody runs, whatever it asks for.
+        # An idle model runs any request.
         if self.rows and waiting > 0 and (waiting > self._most or is_late):
             wait = self.wait(rows)
             seconds = 1 if wait is None else min(max(math.ceil(wait), 1), _LONGEST_RETRY)
@@ -121,7 +122,7 @@ class Admission:
         self.rows += rows
 
     def leave(self, rows: int = 1) -> None:
-        """A request has its result, or has gone."""
+        """Removes a request that has its result, or was cancelled."""
         self._tick()
         if self.rows >= self._slots and not self._makes_batches:
             self._ends.extend([self._full] * rows)
@@ -129,10 +130,10 @@ class Admission:
 
     @contextmanager
     def reserve(self, rows: int) -> Iterator[None]:
-        """The block in which a request is prepared: it waits, as others do, and says nothing of how fast these leave.
+        """Counts a request while it is prepared: it waits as others do, but does not enter the measured throughput.
 
         Raises:
-            Busy: it may not wait.
+            Busy: the queue does not accept it.
         """
         self.enter(rows)
         try:
@@ -142,12 +143,12 @@ class Admission:
             self.rows -= rows
 
     def wait(self, rows: int = 1) -> float | None:
-        """Seconds until such a request would run, by how fast the last ones have left; None where that is not known."""
+        """Returns the seconds until a new request would run, by the measured throughput; None while that is unknown."""
         pace = self._pace()
         return None if pace is None else max(self.rows + rows - self._slots, 0) * pace
 
     def _pace(self) -> float | None:
-        """Seconds from the end of one row to that of the next, while all slots are taken; None if that is not known."""
+        """Returns the seconds per finished row while all slots are taken; None while that is unknown."""
         if len(self._ends) < 2:
             return None
         return (self._full - self._ends[0]) / (len(self._ends) - 1)

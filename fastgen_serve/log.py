@@ -15,10 +15,10 @@ REQUESTS = logging.getLogger("fastgen_serve.requests")
 
 @dataclass
 class Entry:
-    """What is told of a request.
+    """The log entry of a request.
 
     Attributes:
-        more: "model", "tokens" and so on, of those who know.
+        more: "model", "tokens" and other values that `note` adds.
     """
 
     id: str
@@ -32,7 +32,7 @@ current: ContextVar[Entry | None] = ContextVar("current", default=None)
 
 
 def note(**values: Any) -> None:
-    """Adds to the line of the request that runs here; numbers and lists add up."""
+    """Adds values to the log line of the current request; numbers and lists are summed."""
     entry = current.get()
     if entry is None:
         return
@@ -42,12 +42,12 @@ def note(**values: Any) -> None:
 
 
 def passed(entry: Entry) -> float:
-    """Seconds since a request has come."""
+    """Returns the seconds since a request arrived."""
     return time.perf_counter() - entry.start
 
 
 def write(entry: Entry, status: int) -> None:
-    """The line of a request that is over."""
+    """Writes the line of a finished request."""
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "id": entry.id,
@@ -61,7 +61,7 @@ def write(entry: Entry, status: int) -> None:
 
 
 def to_standard_error() -> None:
-    """Has the lines written."""
+    """Makes the log write to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     REQUESTS.handlers[:] = [handler]

@@ -23,7 +23,7 @@ from fastgen_serve.translation.pairs import parse as read_pairs
 
 PROGRAM = "fastgen-serve"
 DONE, SETUP, INTERRUPTED = 0, 2, 130
-# What a server cannot begin without, as it is imported, and how it is installed.
+# The packages that the server needs to start, by import name, and how to install them.
 _PACKAGES = ("transformers", "fastapi", "uvicorn", "httptools", "prometheus_client", "python_multipart", "py3langid")
 _INSTALL = "pip install 'fastgen-transformers[transformers,serve]'"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -31,7 +31,7 @@ _say = logging.getLogger("fastgen_serve")
 
 
 class UsageError(Exception):
-    """The command line is not one."""
+    """The command line is invalid."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit status."""
+    """Runs the command. Returns its exit status."""
     try:
         settings = read(sys.argv[1:] if arguments is None else list(arguments))
     except UsageError as error:
@@ -52,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ends_on_sigterm() -> Iterator[None]:
-    """Until the server takes signals, SIGTERM ends the process, with the status of a server that has stopped.
+    """Makes SIGTERM end the process until the server handles signals, with the status of a stopped server.
 
-    Imports take seconds. By default the signal would be lost meanwhile in a container, whose first process gets no
-    signals but those that it handles.
+    Imports take seconds. Without a handler the signal would be lost meanwhile in a container, because its first process
+    only gets signals that it handles.
     """
-    if threading.current_thread() is not threading.main_thread():  # no other one can say what a signal does
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, lambda number, frame: _leave(DONE))
@@ -75,7 +75,7 @@ def _run(settings: ServeSettings) -> int:
     try:
         for package in _PACKAGES:
             check_installed(package, PROGRAM, _INSTALL)
-        tempfile.gettempdir()  # torch cannot be imported without one
+        tempfile.gettempdir()  # torch cannot be imported without a temporary directory
         if settings.ray is not None:
             from fastgen_serve import on_ray
 
@@ -86,15 +86,15 @@ def _run(settings: ServeSettings) -> int:
         asyncio.run(_serve(settings, listening))
     except (PipelineError, OSError) as error:
         return _fail(str(error))
-    except KeyboardInterrupt:  # before the server takes signals
+    except KeyboardInterrupt:  # before the server handles signals
         return INTERRUPTED
 
 
 def read(words: Sequence[str]) -> ServeSettings:
-    """The settings that the words of a command line ask for.
+    """Parses a command line into settings.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is invalid.
     """
     parser = _parser()
     given = vars(parser.parse_args(words))
@@ -117,7 +117,7 @@ def read(words: Sequence[str]) -> ServeSettings:
 
 
 def _named(model: str) -> tuple[str, str]:
-    """The name under which a model is served, and its path, of NAME=PATH or a path."""
+    """Returns the name and the path of a model, from NAME=PATH or a path."""
     name, equals, path = model.partition("=")
     if equals and path and "/" not in name and not os.path.exists(model):
         return name, path
@@ -125,7 +125,7 @@ def _named(model: str) -> tuple[str, str]:
 
 
 def _languages(words: str, first: str) -> tuple[str, frozenset[tuple[str, str]]]:
-    """A model, the first one if none is named, and its pairs of languages, of [NAME=]en:de,en:fr. Raises ValueError."""
+    """Returns a model (by default the first) and its language pairs, from [NAME=]en:de,en:fr. Raises ValueError."""
     name, equals, pairs = words.rpartition("=")
     return name if equals else first, read_pairs(pairs)
 
@@ -157,12 +157,12 @@ def _fail(message: str) -> int:
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """A socket at the address, so that what is wrong with it is told before a model is loaded."""
+    """Returns a listening socket, so that a problem with the address is reported before a model is loaded."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
-        # Each connection has it from here. Otherwise a body waits 40 ms behind its head, until the client has said that
-        # it has that: asyncio asks for it only where a socket names its protocol.
+        # Connections inherit TCP_NODELAY. Without it a body waits 40 ms after its head for the client's delayed ACK:
+        # asyncio sets the option only on sockets that name their protocol.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:
@@ -184,9 +184,9 @@ async def _serve(settings: ServeSettings, listening: socket.socket) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process. The interpreter would wait for threads, which may tokenise for long what nobody waits for."""
+    """Ends the process without waiting for threads, which may still tokenise texts that nobody waits for."""
     try:
-        for child in multiprocessing.active_children():  # of a server that did not wait for these either
+        for child in multiprocessing.active_children():  # left by a server that did not wait for them either
             child.kill()
             child.join()
         logging.shutdown()

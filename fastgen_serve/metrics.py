@@ -1,4 +1,4 @@
-"""What a server counts, as Prometheus reads it."""
+"""The server's metrics, in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
 
-# Seconds.
+# Buckets in seconds (the first two), and in inputs.
 _LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -39,10 +39,10 @@ WAITING = Gauge("fastgen_waiting", "Sequences that wait for a slot.", ["model"],
 CACHE = _counter("fastgen_cache", "Responses looked up in the cache: hit, miss, down.", ["outcome"])
 RESTARTS = _counter("fastgen_restarts", "Processes of a model that had died.", ["model"])
 
-# Characters of a reason that is a label.
+# The longest reason, in characters, that is used as a label.
 _LONGEST_REASON = 80
 
-# What `ServedModel.stats()` calls its numbers, and what they are.
+# Keys of `ServedModel.stats()`, and their descriptions.
 _GAUGES = {
     "busy": "Slots that are taken.",
     "slots": "Slots.",
@@ -63,13 +63,13 @@ _COUNTS = {
 
 
 class EngineStats:
-    """What the processes of the models have counted when they were last asked."""
+    """Exports the last counts of the models' processes."""
 
     def __init__(self) -> None:
         self.latest: Mapping[str, Mapping[str, Any]] = {}  # by model
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Yields the metrics. The registry calls it."""
         for name, about in _GAUGES.items():
             yield self._family(GaugeMetricFamily, name, about)
         for name, about in _COUNTS.items():
@@ -108,7 +108,7 @@ class EngineStats:
 
 
 def _by_kind(counts: Mapping[str, int] | None) -> Iterable[tuple[str, int]]:
-    """Counts by what their reasons begin with: behind a colon these quote errors, of which there is no end."""
+    """Counts reasons by the text before a colon: after it they quote errors, which are of unlimited variety."""
     found: Counts[str] = Counts()
     for reason, calls in (counts or {}).items():
         found[reason.partition(":")[0][:_LONGEST_REASON]] += calls
@@ -120,5 +120,5 @@ REGISTRY.register(ENGINES)
 
 
 def text() -> bytes:
-    """All of it, as Prometheus reads it."""
+    """Returns all metrics, in Prometheus' format."""
     return generate_latest(REGISTRY)

@@ -1,4 +1,4 @@
-"""The models that a server has, by name."""
+"""The served models, by name."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fastgen_serve.concurrency import together
 from fastgen_serve.errors import ModelNotFound
 from fastgen_serve.served import ServedModel
 
-# Characters of the name of a model that is not known.
+# The longest part of an unknown name, in characters, that an error quotes.
 _LONGEST_NAME = 100
 
 
 class Models:
-    """The models that a server has, in the order in which they were given. The first is the default."""
+    """The served models, in the order of the settings. The first is the default."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._by_name = {model.name: model for model in models}
 
     def get(self, name: str | None = None) -> ServedModel:
-        """The model of this name; the first one for None.
+        """Returns the model of this name; the first one for None.
 
         Raises:
             ModelNotFound: no such model is served.
@@ -43,10 +43,10 @@ class Models:
         return all(model.is_ready for model in self)
 
     async def start(self) -> None:
-        """Has all of them load. They are not ready yet when this returns."""
+        """Starts loading all models. They are not ready yet when this returns."""
         for model in self:
             await model.start()
 
     async def stop(self) -> None:
-        """Ends them. What has no result yet fails with `Unavailable`."""
+        """Stops all models. Unfinished requests fail with `Unavailable`."""
         await together(model.stop() for model in self)

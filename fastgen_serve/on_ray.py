@@ -1,8 +1,8 @@
-"""The server on Ray Serve: the application in several replicas, on one machine or many.
+"""Runs the server on Ray Serve: the application in several replicas, on one machine or many.
 
-A replica is an actor of Ray. It has the application that the command serves without Ray, with a process for each
-model. Ray's proxies take the requests, and give each to a replica that has few. Ray replaces replicas that are lost,
-and has as many as the requests need.
+A replica is a Ray actor. It holds the same application that the command serves without Ray, with a process for each
+model. Ray's proxies accept the requests, and send each to a replica with a short queue. Ray replaces lost replicas, and
+scales their number with the load.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from fastgen_serve.app import create_app
 from fastgen_serve.errors import Unavailable
 from fastgen_serve.settings import ServeSettings
 
-# What Ray calls the application.
+# The application's name in Ray.
 NAME = "fastgen-serve"
 _INSTALL = "pip install 'fastgen-transformers[ray]'"
 _log = logging.getLogger("fastgen_serve")
-# Ray would leave out lines of the log that differ in numbers only, write others in colours, and, in a cluster on this
-# machine, let every other program go first, and give up a proxy after 5 s while the machine is busy.
+# Ray's defaults would drop log lines that differ only in numbers, and write others in colours. In a cluster on this
+# machine they would also run workers at a low priority, and give up a proxy after 5 s while the machine is busy.
 _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
-# Requests of a replica beyond those that its models take, which it refuses or answers itself.
+# Requests that a replica accepts beyond the capacity of its models, to refuse or answer them itself.
 _MORE_REQUESTS = 100
-# Replicas that cannot begin before a deployment has failed.
+# Attempts to start a replica before the deployment fails.
 _TRIES = 2
-# Seconds between two looks of a replica at its models while they are loaded, and at its requests before it ends.
+# Seconds between two polls of a replica: of its models while they load, and of its requests before it ends.
 _LOOK, _LAST_LOOK = 0.1, 0.5
-# Seconds between two health checks, three of which must fail; and in which the processes of the models end.
+# Seconds between two health checks, three of which must fail; and for the models' processes to end.
 _HEALTH, _PATIENCE = 2.0, 10.0
-# How Ray writes a `PipelineError` of a replica, in a traceback.
+# How Ray writes a replica's `PipelineError` in a traceback.
 _REASON = re.compile(r"^fastgen\.pipeline\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
@@ -56,8 +56,8 @@ def run(settings: ServeSettings) -> int:
     Returns the exit status of the command.
 
     Raises:
-        SetupError: Ray is not installed or not there, its proxies cannot listen, or a model cannot be loaded.
-        KeyboardInterrupt: at a signal before there is a cluster, or a second one.
+        SetupError: Ray is not installed or not reachable, its proxies cannot listen, or a model cannot be loaded.
+        KeyboardInterrupt: at a signal before the cluster exists, or at a second one.
     """
     check_installed("ray", "--ray", _INSTALL)
     for name, value in _ENVIRONMENT.items():
@@ -67,7 +67,7 @@ def run(settings: ServeSettings) -> int:
     assert settings.ray is not None
     _log.info("%s (replicas are loading)", settings.url())
     with cluster(settings.ray, most_replicas(settings) * cpus(settings), log_to_driver=True):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces Ray's handler
         try:
             _deploy(settings)
             _log.info("ready (replicas: %d)", settings.replicas)
@@ -80,20 +80,20 @@ def run(settings: ServeSettings) -> int:
 
 
 def most_replicas(settings: ServeSettings) -> int:
-    """Replicas that there may be."""
+    """Returns the maximum number of replicas."""
     return settings.max_replicas or settings.replicas
 
 
 def cpus(settings: ServeSettings) -> int:
-    """Those that a replica takes of the cluster: one for each thread of its models."""
+    """Returns the CPUs that a replica reserves in the cluster: one for each thread of its models."""
     return len(settings.models) * (settings.threads or 1)
 
 
 def application(settings: ServeSettings) -> Any:
-    """What Ray Serve runs: an `Application` of it, with one deployment."""
+    """Creates the Ray Serve `Application`, with one deployment."""
     from ray import serve
 
-    def build() -> FastAPI:  # in the process of a replica
+    def build() -> FastAPI:  # runs in the replica's process
         return _built(settings)
 
     ongoing = len(settings.models) * (settings.slots + settings.max_waiting) + _MORE_REQUESTS
@@ -110,7 +110,7 @@ def application(settings: ServeSettings) -> Any:
     deployment = serve.deployment(
         name="replica",
         ray_actor_options={"num_cpus": cpus(settings)},
-        max_ongoing_requests=ongoing,  # the replicas refuse more themselves, with 429
+        max_ongoing_requests=ongoing,  # beyond this the replicas refuse requests with 429
         max_constructor_retry_count=_TRIES,
         health_check_period_s=_HEALTH,
         graceful_shutdown_wait_loop_s=_LAST_LOOK,
@@ -124,21 +124,21 @@ class Replica:
     """The application as Ray Serve runs it.
 
     Attributes:
-        app: the application, which Ray Serve puts here.
+        app: the application, which Ray Serve sets.
     """
 
     app: Any
     _has_begun = False
 
     async def check_health(self) -> None:
-        """Whether the models are there. The first time, this waits until they are: then requests come.
+        """Checks that the models are ready. The first check waits for them: Ray then starts to send requests.
 
-        Ray replaces a replica for which this has raised three times in a row. A process of a model that is started
-        again soon enough does not show.
+        Ray replaces a replica for which this has raised three times in a row. A model's process that restarts soon
+        enough goes unnoticed.
 
         Raises:
             SetupError: a model cannot be loaded.
-            Unavailable: the process of a model has died, and is not there again.
+            Unavailable: a model's process has died, and its successor is not ready.
         """
         models, reasons = self.app.state.models, self.app.state.reasons
         while not (self._has_begun or models.are_ready or reasons):
@@ -152,7 +152,7 @@ class Replica:
 
 
 def _built(settings: ServeSettings) -> FastAPI:
-    """The application of a replica. Its `state.reasons` are those for which models cannot be loaded."""
+    """Creates the application of a replica. Its `state.reasons` says why models cannot be loaded."""
     logging.basicConfig(format=f"{NAME}: %(message)s")
     _log.setLevel(logging.INFO)
     log.to_standard_error()
@@ -164,7 +164,7 @@ def _built(settings: ServeSettings) -> FastAPI:
 
 
 class _WithoutId:
-    """Leaves X-Request-Id out of responses, as Ray's proxies add it: the client's, or the one that they have given."""
+    """Removes X-Request-Id from responses, because Ray's proxies add the client's, or one of their own."""
 
     def __init__(self, app: guard.App) -> None:
         self._app = app
@@ -179,10 +179,10 @@ class _WithoutId:
 
 
 def _deploy(settings: ServeSettings) -> None:
-    """Returns when all replicas are ready.
+    """Deploys the replicas, and returns when all are ready.
 
     Raises:
-        SetupError: they cannot be.
+        SetupError: they cannot start.
     """
     import ray
     from ray import serve
@@ -199,18 +199,18 @@ def _deploy(settings: ServeSettings) -> None:
 
 
 def _end(settings: ServeSettings) -> None:
-    """Has the replicas finish what they do, and ends them; and Ray Serve, where nothing else runs on it."""
+    """Stops the replicas after their current requests, and Ray Serve if nothing else runs on it."""
     from ray import serve
 
     while NAME in serve.status().applications:
-        with suppress(TimeoutError):  # Ray waits for a minute
+        with suppress(TimeoutError):  # Ray waits for at most a minute
             serve.delete(NAME)
     if settings.ray != LOCAL and not serve.status().applications:
         serve.shutdown()
 
 
 def _reason(error: Exception) -> str:
-    """Why replicas could not begin, of what Ray says of them."""
+    """Extracts why replicas could not start from Ray's messages."""
     from ray import serve
 
     status = serve.status().applications.get(NAME)

@@ -1,4 +1,4 @@
-"""How requests of HTTP are read: uvicorn's protocol over httptools, with what these two leave out."""
+"""Parses HTTP requests: uvicorn's protocol on httptools, plus two features that these lack."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Bytes of a request beside its body, which is measured by the guard: of headers, and of what chunks have around them.
+# Limits for the bytes of a request other than its body, which the guard measures: for headers, and for the framing of
+# chunks.
 _MOST_AROUND_BODY, _MOST_PER_BYTE = 2**19, 8
-# Headers that say where a body ends.
+# Headers that determine where a body ends.
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol. Beyond it:
+    """uvicorn's protocol, with two additions:
 
-    - Headers have a limit: a request of too many gets 400.
-    - A request that asks for another protocol which is not spoken here keeps its body. Java's own client and
-      `curl --http2` ask for HTTP/2 so, and a server may answer as if they did not (RFC 9110, 7.8).
+    - The headers' size is limited: a request that exceeds it gets 400.
+    - A request to upgrade to an unsupported protocol keeps its body. Java's own client and `curl --http2` send such
+      requests for HTTP/2, and a server may ignore the upgrade (RFC 9110, 7.8).
     """
 
     _received = _body = 0
@@ -30,11 +31,11 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def is_refused_upgrade(self) -> bool:
-        """Whether the request asks for another protocol than those that are spoken here."""
+        """Whether the request asks to upgrade to an unsupported protocol."""
         return self.parser.should_upgrade() and not self._should_upgrade()
 
     def resume(self, parser: httptools.HttpRequestParser) -> None:
-        """Has a new parser read the body of the request whose headers are known."""
+        """Makes a new parser read the body of the request whose headers are known."""
         framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING]
         self._is_resuming = True
         try:
@@ -48,7 +49,7 @@ class Protocol(HttpToolsProtocol):
         if self._received > _MOST_AROUND_BODY + _MOST_PER_BYTE * self._body and not self.transport.is_closing():
             self.send_400_response("The headers are too long.")
 
-    # What the parser calls. All but the body of a request that is resumed is known.
+    # The parser's callbacks. For a resumed request they ignore everything but its body, because the rest is known.
 
     def on_message_begin(self) -> None:
         if not self._is_resuming:
@@ -72,12 +73,12 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self.is_refused_upgrade:  # otherwise its body is still to come
+        if not self.is_refused_upgrade:  # otherwise the body is still to come
             super().on_message_complete()
 
 
 class _Parser:
-    """httptools' parser. It ends with a request that asks for another protocol; here, another one takes its place."""
+    """httptools' parser, which stops at an upgrade request. If the upgrade is refused, a new parser replaces it."""
 
     def __init__(self, protocol: Protocol) -> None:
         self._protocol = protocol
@@ -85,7 +86,7 @@ class _Parser:
 
     def _new(self) -> httptools.HttpRequestParser:
         made = httptools.HttpRequestParser(self._protocol)
-        if hasattr(made, "set_dangerous_leniencies"):  # as uvicorn has it, so that the last request is answered
+        if hasattr(made, "set_dangerous_leniencies"):  # as uvicorn sets it, so that the last request is answered
             made.set_dangerous_leniencies(lenient_data_after_close=True)
         return made
 

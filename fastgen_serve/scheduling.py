@@ -1,12 +1,12 @@
-"""Which waiting inputs an encoder runs together, and when it begins.
+"""Decides which waiting inputs an encoder runs together, and when.
 
-What waits is sorted by length and cut into the batches that cost least together (Algorithm 2 of Fang et al.,
+Waiting inputs are sorted by length and cut into the batches whose total cost is lowest (Algorithm 2 of Fang et al.,
 "TurboTransformers: An Efficient GPU Serving System For Transformer Models", PPoPP 2021, section 5). The batch with the
-oldest input runs; the others are planned again, with what has come meanwhile. Costs decide which inputs share a batch,
-never what an input gives.
+oldest input runs; the others are planned again, together with inputs that have arrived meanwhile. Costs decide which
+inputs share a batch, never their results.
 
-Two strategies say when a batch begins. Hungry: as soon as nothing runs. Lazy: when the oldest input has used half of
-its latency budget, or a full batch waits.
+Two strategies decide when a batch starts. Hungry: as soon as the encoder is idle. Lazy: when the oldest input has used
+half of its latency budget, or a full batch waits.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ Item = TypeVar("Item")
 Clock = Callable[[], float]
 Run = Callable[[int, int], object]
 
-# At warm-up a length is measured with more and more inputs, up to a batch of so many seconds.
+# Warm-up measures a length with more and more inputs, until a batch takes longer than this many seconds.
 LONGEST_MEASURED = 0.25
 # The shortest length that is measured.
 SHORTEST = 8
-# One batch that something has held up moves the costs by that factor at the most, before the moving average.
+# The largest factor by which one delayed batch changes the costs, before the moving average.
 MOST_CORRECTION = 2.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may have.
+    """The limits of a batch.
 
     Attributes:
-        inputs: at the most.
-        tokens: padding included; an input that has more is a batch by itself.
+        inputs: at most.
+        tokens: at most, padding included; a longer input forms a batch by itself.
     """
 
     inputs: int = 64
     tokens: int = 4096
 
     def most(self, longest: int) -> int:
-        """How many inputs a batch may have whose longest one has so many tokens."""
+        """Returns the most inputs of a batch whose longest input has this many tokens."""
         return max(1, min(self.inputs, self.tokens // longest))
 
     def are_reached(self, lengths: Sequence[int]) -> bool:
-        """Whether inputs of these lengths are a full batch."""
+        """Returns whether inputs of these lengths fill a batch."""
         return len(lengths) >= self.inputs or sum(lengths) >= self.tokens
 
 
 class Costs:
-    """Seconds of a batch by the length of its inputs and their number, from those of a grid.
+    """Seconds of a batch by the length of its inputs and their number, from a grid of measurements.
 
-    Between two points of the grid, cost is a straight line; beyond the last one it grows in proportion. What batches
-    take while serving corrects the points around them.
+    The cost is interpolated linearly between points of the grid, and grows in proportion beyond the last point. The
+    measured times of served batches correct the points around them.
 
     Args:
         grid: seconds by length and number of inputs; the lengths may have different numbers.
@@ -75,7 +75,7 @@ class Costs:
         self._known: dict[tuple[int, int], float] = {}
 
     def of(self, length: int, inputs: int) -> float:
-        """The seconds that such a batch will take."""
+        """Returns the expected seconds of such a batch."""
         found = self._known.get((length, inputs))
         if found is None:
             found = sum(weight * self._seconds[point][number] for point, number, weight in self._near(length, inputs))
@@ -83,7 +83,7 @@ class Costs:
         return found
 
     def note(self, length: int, inputs: int, seconds: float) -> None:
-        """Such a batch took so long: what `of` says of it then is the moving average."""
+        """Records the seconds of such a batch: `of` then returns the moving average."""
         times = min(max(seconds / self.of(length, inputs), 1 / MOST_CORRECTION), MOST_CORRECTION)
         for point, number, _ in self._near(length, inputs):
             before = self._seconds[point][number]
@@ -91,14 +91,14 @@ class Costs:
         self._known.clear()
 
     def _near(self, length: int, inputs: int) -> Iterator[tuple[int, int, float]]:
-        """The points of the grid around a batch, with their parts in its cost."""
+        """Yields the grid points around a batch, with their weights in its cost."""
         for point, weight in _between(self._lengths, length):
             for number, part in _between(self._inputs[point], inputs):
                 yield point, number, weight * part
 
 
 def _between(points: Sequence[int], value: int) -> tuple[tuple[int, float], ...]:
-    """The points on both sides of a value, with their parts in it."""
+    """Returns the points on both sides of a value, with their weights in it."""
     above = bisect_left(points, value)
     if above == 0:
         return ((points[0], 1.0),)
@@ -112,11 +112,11 @@ def _between(points: Sequence[int], value: int) -> tuple[tuple[int, float], ...]
 def measured(
     run: Callable[[int, int], object], longest: int, limits: Limits, clock: Clock = time.perf_counter
 ) -> Costs:
-    """The costs of batches, each of which is run twice; the faster one counts.
+    """Measures the costs of batches. Runs each twice; the faster run counts.
 
     Args:
         run: runs a batch of inputs of one length, as `Encodes.run_some`.
-        longest: an input that there can be, in tokens.
+        longest: length of the longest possible input, in tokens.
         limits: of a batch.
     """
     grid: dict[tuple[int, int], float] = {}
@@ -129,13 +129,13 @@ def measured(
 
 
 def guessed(longest: int, limits: Limits) -> Costs:
-    """Costs before anything has been measured, in no unit of time until batches correct them."""
+    """Returns costs before any measurement, in an arbitrary unit of time until batches correct them."""
     lengths, numbers = (1, longest), (1, limits.inputs)
     return Costs({(length, inputs): PASS_COST + length * inputs for length in lengths for inputs in numbers})
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
-    """The first number, twice that and so on, and the last one."""
+    """Yields the first number, its doublings, and the last one."""
     while first < last:
         yield first
         first *= 2
@@ -149,14 +149,14 @@ def _seconds(run: Run, length: int, inputs: int, clock: Clock) -> float:
 
 
 class Plan(ABC):
-    """Says which of the inputs that wait run now."""
+    """Decides which of the waiting inputs run now."""
 
     @abstractmethod
     def choose(self, lengths: Sequence[int]) -> list[int]:
-        """Indices of those that run now into the lengths of all that wait, oldest first."""
+        """Returns the indices of the inputs to run now, given the lengths of all waiting inputs, oldest first."""
 
     def note(self, lengths: Sequence[int], seconds: float) -> None:  # noqa: B027 - most plans learn nothing from it
-        """A batch of inputs of these lengths took so long."""
+        """Records the seconds of a batch of inputs of these lengths."""
 
 
 class Alone(Plan):
@@ -178,13 +178,13 @@ class InOrder(Plan):
 
 
 class Cheapest(Plan):
-    """Of the batches that cost least together, that with the oldest input.
+    """The batch with the oldest input, of the batches whose total cost is lowest.
 
     Args:
         limits: of a batch.
-        costs: of a batch whose inputs are of one length.
-        padded: inputs are computed as long as the longest of their batch. Otherwise padding is left out: a batch costs
-            what one of its mean length costs.
+        costs: of a batch whose inputs have one length.
+        padded: whether inputs are padded to the longest of their batch. Without padding, a batch costs what one of its
+            mean length costs.
     """
 
     def __init__(self, limits: Limits, costs: Costs, padded: bool) -> None:
@@ -200,7 +200,7 @@ class Cheapest(Plan):
         self._costs.note(self._length(max(lengths), len(lengths), sum(lengths)), len(lengths), seconds)
 
     def _length(self, longest: int, inputs: int, tokens: int) -> int:
-        """That of all inputs of a batch that costs as much."""
+        """Returns the common length of a batch of equal cost whose inputs have one length."""
         return longest if self._padded else -(-tokens // inputs)
 
 
@@ -212,13 +212,13 @@ class _Waiting(Generic[Item]):
 
 
 class Scheduler(Generic[Item]):
-    """What waits for an encoder. Its owner takes care that one thread at a time calls it.
+    """The queue of an encoder. It is not thread-safe: its owner must serialise calls.
 
     Args:
-        plan: says which of them run now.
+        plan: decides which inputs run now.
         limits: of a batch.
-        delay: seconds that the oldest waits for others, unless a full batch waits: 0 is hungry, half of the latency
-            budget is lazy.
+        delay: seconds that the oldest input waits for others, unless a full batch waits: 0 is hungry, half of the
+            latency budget is lazy.
     """
 
     def __init__(self, plan: Plan, limits: Limits, delay: float = 0.0, clock: Clock = time.monotonic) -> None:
@@ -229,11 +229,11 @@ class Scheduler(Generic[Item]):
         return len(self._waiting)
 
     def put(self, item: Item, length: int) -> None:
-        """Lets an input of so many tokens wait."""
+        """Queues an input of this many tokens."""
         self._waiting.append(_Waiting(item, length, self._clock()))
 
     def discard(self, item: Item) -> bool:
-        """Whether the input was waiting, which it is not any more."""
+        """Removes an input from the queue. Returns whether it was waiting."""
         for index, each in enumerate(self._waiting):
             if each.item is item:
                 del self._waiting[index]
@@ -241,7 +241,7 @@ class Scheduler(Generic[Item]):
         return False
 
     def seconds_left(self) -> float | None:
-        """Seconds until a batch is due: 0 for now, None while nothing waits."""
+        """Returns the seconds until a batch is due: 0 for now, None if the queue is empty."""
         if not self._waiting:
             return None
         if self._limits.are_reached([each.length for each in self._waiting]):
@@ -249,38 +249,38 @@ class Scheduler(Generic[Item]):
         return max(0.0, self._waiting[0].since + self._delay - self._clock())
 
     def take(self) -> list[Item]:
-        """The inputs of the batch to run now; they wait no more."""
+        """Removes and returns the inputs of the batch to run now."""
         chosen = set(self._plan.choose([each.length for each in self._waiting]))
         batch = [each.item for index, each in enumerate(self._waiting) if index in chosen]
         self._waiting = [each for index, each in enumerate(self._waiting) if index not in chosen]
         return batch
 
     def take_all(self) -> list[Item]:
-        """All that waits, which waits no more."""
+        """Removes and returns all inputs."""
         items = [each.item for each in self._waiting]
         self._waiting = []
         return items
 
     def note(self, lengths: Sequence[int], seconds: float) -> None:
-        """A batch of inputs of these lengths took so long."""
+        """Records the seconds of a batch of inputs of these lengths."""
         self._plan.note(lengths, seconds)
 
 
 class Encodes(Protocol):
-    """What a scheduler asks of a model that only encodes."""
+    """The interface that a scheduler needs of an encoder model."""
 
     def run_some(self, length: int, inputs: int) -> None:
-        """Runs so many inputs of one length."""
+        """Runs this many inputs of one length."""
 
     def leaves_padding_out(self) -> bool:
-        """Whether batches are computed without their padding."""
+        """Returns whether batches are computed without their padding."""
 
 
 def make_scheduler(settings: ServeSettings, encoder: Encodes, longest: int, limits: Limits) -> Scheduler[Any]:
-    """The scheduler that the settings ask for. It measures the model, if it is to be warmed up.
+    """Creates the scheduler of the settings. Measures the model, if it is to be warmed up.
 
     Args:
-        longest: an input that there can be, in tokens.
+        longest: length of the longest possible input, in tokens.
     """
     delay = settings.slo_ms / 2000 if settings.scheduler == "lazy" and settings.slo_ms else 0.0
     return Scheduler(_plan(settings, encoder, longest, limits), limits, delay)

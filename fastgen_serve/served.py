@@ -1,4 +1,4 @@
-"""A model that is served, as the interfaces of HTTP see it."""
+"""A served model, as the HTTP interfaces see it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fastgen_serve.jobs import Delta, Encode, Generate, Generated, ModelInfo, Tr
 
 
 class ServedModel(Protocol):
-    """A model that is served.
+    """A served model.
 
     Attributes:
-        name: under which it is served.
-        info: what it is; only once `is_ready`.
-        tokenizer: of Transformers, loaded in the process of the server.
-        processor: of Transformers, which makes inputs of texts and images; None where the model takes none.
-        no_images: why it takes none.
-        feature_extractor: of Transformers, which makes inputs of recordings; None where it does not transcribe.
-        is_ready: it has been loaded and warmed up.
+        name: the name under which it is served.
+        info: its description; valid once `is_ready`.
+        tokenizer: of Transformers, loaded in the server's process.
+        processor: of Transformers, which makes inputs of texts and images; None if the model does not accept images.
+        no_images: why it does not.
+        feature_extractor: of Transformers, which makes inputs of recordings; None if the model does not transcribe.
+        is_ready: whether it is loaded and warmed up.
     """
 
     @property
@@ -38,54 +38,55 @@ class ServedModel(Protocol):
     def is_ready(self) -> bool: ...
 
     def reserve(self, rows: int) -> AbstractContextManager[None]:
-        """The block in which a request for so many sequences is prepared, where that takes long: it waits meanwhile.
+        """Queues a request for this many sequences for the duration of a block that prepares it, if that takes long.
 
         Raises:
-            ServeError: it may not: Busy, Unavailable.
+            ServeError: the queue refuses it: Busy, Unavailable.
         """
 
     async def generate(self, job: Generate) -> Generated:
-        """The results of a request. It is cancelled if the task is.
+        """Returns the results of a request. Cancelling the task cancels the request.
 
         Raises:
-            ServeError: what it has failed with: BadRequest, Busy, Failed, TimedOut, Unavailable.
+            ServeError: the request failed: BadRequest, Busy, Failed, TimedOut, Unavailable.
         """
 
     async def generate_all(self, jobs: Sequence[Generate]) -> list[Generated]:
-        """The results of the jobs of one request, in order. All of them are let in, or none; if one fails, all do.
+        """Returns the results of the jobs of one request, in order. The queue accepts all or none; if one fails, all
+        do.
 
         Raises:
             ServeError: as `generate`.
         """
 
     def stream_all(self, jobs: Sequence[Generate]) -> AsyncGenerator[tuple[int, Delta | Generated], None]:
-        """New tokens of the jobs of one request as they are certain, and the results at the end of each, with the index
-        of the job. They are cancelled if the generator is closed. See `generate_all`.
+        """Yields the index of a job with its new tokens, once they are final, and with its result when it ends. Closing
+        the generator cancels the jobs. See `generate_all`.
         """
 
     async def transcribe(self, job: Transcribe) -> Transcribed:
-        """What a recording says.
+        """Transcribes a recording.
 
         Raises:
             ServeError: as `generate`.
         """
 
     async def encode(self, jobs: Sequence[Encode]) -> list[list[float]]:
-        """A vector, or the scores of all labels, for each job, in order.
+        """Returns a vector, or the scores of all labels, for each job, in order.
 
         Raises:
             ServeError: as `generate`.
         """
 
     async def stats(self) -> dict[str, Any]:
-        """What its process has done so far: `fastgen.Engine.stats()`, under "fastgen" `fastgen.stats()`, and
-        "memory_bytes", its resident memory.
+        """Returns the statistics of its process: `fastgen.Engine.stats()`, `fastgen.stats()` under "fastgen", and its
+        resident memory as "memory_bytes".
 
-        An empty one while there is no process.
+        Returns an empty dictionary while it has no process.
         """
 
     async def start(self) -> None:
-        """Has it load. It is not ready yet when this returns."""
+        """Starts loading it. It is not ready yet when this returns."""
 
     async def stop(self) -> None:
-        """Ends it. What has no result yet fails with `Unavailable`."""
+        """Stops it. Unfinished requests fail with `Unavailable`."""

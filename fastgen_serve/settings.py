@@ -1,4 +1,4 @@
-"""The options of a server, checked, as one value."""
+"""The server's options, validated, as one value."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from fastgen.pipeline.settings import DTYPES, dtype_named, must_be
 from fastgen.settings import CHOICES
 
 SCHEDULERS = ("hungry", "lazy", "naive", "none")
-# How the address of a Redis server begins.
+# Prefixes of a Redis server's address.
 REDIS = ("redis://", "rediss://", "unix://")
-# A site, as browsers write it in the header Origin; or any.
+# A site, as browsers write it in the Origin header; or any.
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+|[a-z][a-z0-9+.-]*-extension://[^/?#@\s]+")
-# Fields of several values, whose types are not checked.
+# Fields with several values, whose types are not checked.
 _OF_SEVERAL = ("models", "api_keys", "cors_origins", "languages")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def _option(default: Any, help: str, group: str = "", *, repr: bool = True, **more: Any) -> Any:
-    """A field that is an option of the command line as well.
+    """Declares a field that is also a command-line option.
 
     Args:
-        default: what it is where it is not given, or a function that says so.
+        default: the default value, or a function that returns it.
         group: title of the group of options that begins with this one.
-        more: `name` of the option, where it is not that of the field; bounds of a number, `least`, or `above`; and what
-            else `add_argument` takes.
+        more: `name` of the option, if it differs from the field's; a number's bound, `least` or `above`; and other
+            arguments of `add_argument`.
     """
     about = {name: more.pop(name, None) for name in ("name", "least", "above")}
     kind: Any = "default_factory" if callable(default) else "default"
@@ -38,10 +38,10 @@ def _option(default: Any, help: str, group: str = "", *, repr: bool = True, **mo
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What a server does, and how much of it: what the help of an option does not say is below it.
+    """The server's settings. The docstring below an option says what its help text does not.
 
     Raises:
-        ValueError: an option has a value that it cannot have.
+        ValueError: an option has an invalid value.
     """
 
     host: str = _option("127.0.0.1", "address to listen at; 0.0.0.0 for all", "where")
@@ -53,7 +53,7 @@ class ServeSettings:
     api_keys: tuple[str, ...] = _option(
         (), "keys that clients must have, one a line", name="api-key-file", repr=False, metavar="FILE"
     )
-    """None for anybody."""
+    """Empty to require no key."""
     cors_origins: tuple[str, ...] = _option(
         (),
         "a site whose pages may ask from browsers, * for any; may be repeated",
@@ -73,7 +73,7 @@ class ServeSettings:
     prompt_lookup_num_tokens: int = _option(
         15, "that a model without encoder verifies at once of what a request repeats; 0 for none", least=0, metavar="N"
     )
-    """The tokens stay the same. Rows that are free verify them, where that gives more tokens a second."""
+    """Results stay the same. Free rows verify the drafted tokens, if that yields more tokens a second."""
     threads: int | None = _option(None, "of each model's process; one on each core by default", least=1)
     cache_gib: float | None = _option(
         None,
@@ -81,14 +81,15 @@ class ServeSettings:
         above=0,
         metavar="GIB",
     )
-    """Of the requests at a time, infinity for any number. By default a quarter of the memory that is free once the
-    weights are read, divided by the number of models."""
+    """Limits the running requests; infinity for no limit. By default a quarter of the memory that is free once the
+    weights are loaded, divided by the number of models.
+    """
     scheduler: str = _option(
         "hungry", "when a batch is encoded: at once, or when it uses up half of --slo-ms", choices=SCHEDULERS
     )
-    """For comparisons: "naive", batches in the order in which inputs come, and "none", no batches."""
+    """For comparisons: "naive", batches in the order of arrival, and "none", no batches."""
     slo_ms: float | None = _option(None, "latency budget of a request, in milliseconds", above=0, metavar="MS")
-    """A request that finds no slots and would not be answered within it gets 429. None for no budget."""
+    """A request that finds no free slot and would miss the budget gets 429. None for no budget."""
     cache: str | None = _option(None, 'of responses: "256MiB" in memory, or "redis://..."', repr=False)
 
     languages: Mapping[str, frozenset[tuple[str, str]]] = _option(
@@ -108,12 +109,12 @@ class ServeSettings:
     max_beams: int = _option(16, "beams, or sequences, of a request", least=1)
     """At most `slots`."""
     max_batch: int = _option(2048, "inputs of a request", least=1)
-    """By default as many as OpenAI embeds, as clients send batches of 1000."""
+    """The default is OpenAI's limit for embeddings; clients send batches of 1000."""
     max_images: int = _option(8, "images of a request", least=0)
     max_image_bytes: int = _option(16 * 2**20, "of an image's file", least=1)
     max_image_pixels: int = _option(2**24, "of all images of a request together", least=1)
     max_audio_bytes: int = _option(25 * 2**20, "of a recording's file", least=1)
-    """By default as many as OpenAI takes."""
+    """The default is OpenAI's limit."""
     max_audio_seconds: float = _option(1800.0, "of a recording", above=0, metavar="SECONDS")
     request_timeout_s: float = _option(600.0, "seconds that a request may take", above=0, metavar="SECONDS")
     drain_s: float = _option(30.0, "seconds in which requests may end on SIGTERM", least=0, metavar="SECONDS")
@@ -129,7 +130,7 @@ class ServeSettings:
     replicas: int = _option(1, "of the server, on Ray", least=1)
     max_replicas: int | None = _option(None, "that there may be when there are many requests")
     requests_per_replica: int | None = _option(None, "above which there are more replicas; --slots by default", least=1)
-    """Those that wait or run."""
+    """Counts waiting and running requests."""
 
     log_texts: bool = _option(False, "write inputs to the log", "log", action="store_true")
 
@@ -168,12 +169,12 @@ class ServeSettings:
                 raise ValueError(f"cors_origin is {origin!r}: give a site without a path, https://HOST[:PORT], or *")
 
     def url(self, port: int | None = None) -> str:
-        """Where the server is; at another port than `port`, where 0 stood for a free one."""
+        """Returns the server's URL; with `port` in place of its own, if that is 0 for a free one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port if port is None else port}"
 
     def path(self, name: str) -> str:
-        """The directory, or the hub name, of the model that is served under this name. Raises KeyError."""
+        """Returns the directory, or the hub name, of the model that is served under this name. Raises KeyError."""
         return dict(self.models)[name]
 
 
@@ -188,9 +189,9 @@ def _check(option: str, value: Any, about: Mapping[str, Any]) -> None:
 
 
 def bytes_of(cache: str) -> int:
-    """The size that is given for a cache in memory. Raises ValueError where it is none."""
+    """Returns the size of a memory cache in bytes. Raises ValueError for an invalid size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", cache)
     if found is None or found[2] not in _UNITS:
-        # An address may have a password: it is not repeated.
+        # Does not quote the value: an address may contain a password.
         raise ValueError("cache: give a size, such as 256MiB, or the address of a Redis server, redis://HOST:PORT/0")
     return int(float(found[1]) * _UNITS[found[2]])

@@ -1,4 +1,4 @@
-"""The text of tokens as they come: no character is split, nothing is taken back, and it ends at a stop string."""
+"""Detokenises incrementally: never splits a character, never retracts text, and ends at a stop string."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-# Tokens that are decoded again with each new one; at the most twice as many.
+# Each new token is decoded together with at most twice this many last tokens.
 _WINDOW = 64
-# Tokens of what a sequence goes on behind that are decoded with it.
+# Tokens of the preceding text that are decoded with a sequence.
 _CONTEXT = 8
-# What stands for bytes that are no character yet.
+# Stands for bytes that do not form a character yet.
 _INCOMPLETE = "\ufffd"
-# In front of these `clean_up_tokenization_spaces` removes the space: it is not certain while they may be growing.
+# `clean_up_tokenization_spaces` removes the space before these: while text may grow into one, the space is not final.
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer:
-    """Decodes the tokens of one sequence as they come.
+    """Decodes the tokens of one sequence incrementally.
 
     Args:
         tokenizer: of Transformers.
-        skip_special_tokens: they have no text.
-        behind: tokens that the sequence goes on behind. Without them it begins a text, with no space in front.
+        skip_special_tokens: whether to omit special tokens from the text.
+        behind: the tokens that the sequence follows. Without them it starts a text, with no leading space.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, behind: Sequence[int] = ()) -> None:
@@ -32,11 +32,11 @@ class Detokenizer:
         self._cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else ()
         self._bytes = _byte_tokens(tokenizer)
         self._tokens = list(behind[-_CONTEXT:])
-        # Characters of the text of `_tokens` that have been given out.
+        # Number of characters of the decoded `_tokens` that have been returned.
         self._given = len(self._decode(self._tokens).rstrip(_INCOMPLETE))
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that has become certain with these tokens."""
+        """Returns the text that these tokens make final."""
         self._tokens.extend(tokens)
         text = self._decode(self._tokens)
         end = len(text.rstrip(_INCOMPLETE))
@@ -48,12 +48,12 @@ class Detokenizer:
         return given
 
     def finish(self) -> str:
-        """The rest of the text: there are no more tokens."""
+        """Returns the rest of the text: no more tokens follow."""
         text = self._decode(self._tokens)
         return self._give(text, len(text))
 
     def _run_of_bytes(self) -> int:
-        """How many of the last tokens are single bytes. All of a run is lost if, in the end, it is no text."""
+        """Returns how many of the last tokens are single bytes. An invalid run is replaced as a whole."""
         others = (number for number, token in enumerate(reversed(self._tokens)) if token not in self._bytes)
         return next(others, len(self._tokens))
 
@@ -62,7 +62,7 @@ class Detokenizer:
         return text[begin : self._given]
 
     def _forget(self, text: str) -> None:
-        """Drops all tokens but the last ones, if these alone have the end of the text, and some of it is given."""
+        """Drops all but the last tokens, if they decode to the end of the text, part of which was returned."""
         tail = self._tokens[-_WINDOW:]
         end = self._decode(tail)
         given = self._given - (len(text) - len(end))
@@ -71,14 +71,14 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces where the first stop string ends, and keeps back what may be growing into one.
+    """Cuts text that arrives in pieces at the first stop string, and holds back an end that may grow into one.
 
     Args:
         strings: none of them empty.
-        keeps: the stop string stays in the text.
+        keeps: whether the stop string stays in the text.
 
     Attributes:
-        found: the stop string that the text has ended with.
+        found: the stop string that ended the text.
     """
 
     def __init__(self, strings: Sequence[str], keeps: bool = False) -> None:
@@ -87,7 +87,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """What can be given out with this piece of text."""
+        """Returns the text that this piece makes final."""
         if self.found is not None:
             return ""
         text = self._held + text
@@ -101,13 +101,14 @@ class StopStrings:
         return text[:certain]
 
     def finish(self) -> str:
-        """What was kept back: there is no more text."""
+        """Returns the text that was held back: no more follows."""
         held, self._held = self._held, ""
         return held
 
 
 class TextStream:
-    """The text of one sequence, from its tokens, up to a stop string. In one push or in many, it is the same.
+    """The text of one sequence, from its tokens, up to a stop string. It does not depend on how tokens are split in
+    pushes.
 
     For its arguments see `Detokenizer` and `StopStrings`.
     """
@@ -125,20 +126,20 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that has ended the text."""
+        """The stop string that ended the text."""
         return self._stop.found
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that has become certain with these tokens."""
+        """Returns the text that these tokens make final."""
         return self._stop.push(self._detokenizer.push(tokens))
 
     def finish(self) -> str:
-        """The rest of the text."""
+        """Returns the rest of the text."""
         return self._stop.push(self._detokenizer.finish()) + self._stop.finish()
 
 
 def growing(text: str, strings: Iterable[str]) -> int:
-    """Characters at the end of a text that one of the strings begins with, and goes on behind: the most there are."""
+    """Returns the length of the longest end of a text that is a proper prefix of one of the strings."""
     longest = (
         next((size for size in range(min(len(each) - 1, len(text)), 0, -1) if text.endswith(each[:size])), 0)
         for each in strings
@@ -148,20 +149,20 @@ def growing(text: str, strings: Iterable[str]) -> int:
 
 @lru_cache(maxsize=64)
 def _byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that stand for bytes where the vocabulary has no characters, as in Llama's."""
+    """Returns the tokens for single bytes, if the vocabulary has such, as Llama's."""
     names = [f"<0x{byte:02X}>" for byte in range(0x100)]
     return frozenset(tokenizer.convert_tokens_to_ids(names)) if names[0] in tokenizer.get_vocab() else frozenset()
 
 
 @lru_cache(maxsize=100_000)
 def token_text(tokenizer: Any, token: int) -> str:
-    """The text of a token inside a text: with the space in front that a decoder leaves out at the beginning."""
+    """Returns the text of a token in mid-text: with the leading space that a tokenizer drops at the start of a text."""
     once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
     return twice[len(once) :] if twice.startswith(once) else once
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes of a token, in UTF-8: also of one that is a part of a character."""
+    """Returns the bytes of a token in UTF-8, even if it is a part of a character."""
     text = token_text(tokenizer, token)
     if _INCOMPLETE not in text:
         return text.encode()
@@ -174,7 +175,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def _bytes_of_characters() -> dict[str, int]:
-    """How vocabularies of bytes write them: what can be printed as it is, and the others from U+0100 on."""
+    """Returns how byte-level vocabularies write bytes: printable ones unchanged, the others from U+0100 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + number): byte for number, byte in enumerate(others)}

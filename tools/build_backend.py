@@ -1,4 +1,4 @@
-"""What pip calls to build FastGen: setuptools, or one line on what the build lacks, before anything is downloaded."""
+"""The build backend of FastGen: setuptools, or a one-line error about a missing requirement, before any download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from setuptools.build_meta import *  # noqa: E402, F403
 
 
 def get_requires_for_build_wheel(settings: Any = None) -> list[str]:
-    """pip asks this first, before it downloads what FastGen depends on.
+    """Checks the requirements. pip calls this first, before it downloads FastGen's dependencies.
 
     Raises:
         SystemExit: the operators cannot be built here.
@@ -31,7 +31,7 @@ def get_requires_for_build_wheel(settings: Any = None) -> list[str]:
 
 
 def get_requires_for_build_editable(settings: Any = None) -> list[str]:
-    """As `get_requires_for_build_wheel`."""
+    """Checks as `get_requires_for_build_wheel`."""
     _check()
     return build_meta.get_requires_for_build_editable(settings)
 

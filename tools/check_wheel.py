@@ -22,12 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = (2, 28)
-# The fast part of the tests: what depends on the Python and the torch that are installed.
+# The fast part of the tests: those that depend on the installed Python and torch.
 FAST = """
 tests/test_counters.py tests/test_patching.py tests/test_settings.py tests/ops tests/decoding tests/models/test_unilm.py
 tests/equivalence/test_versions.py tests/equivalence/test_transparent.py tests/equivalence/test_captured.py
 """.split()
-# They need a compiler, or what is beside the package in its repository.
+# Tests that need a compiler, or files of the repository outside of the package.
 LEFT_OUT = "test_compiler.py gpu test_package.py".split()
 TOOLS = "pytest pytest-xdist pytest-timeout hypothesis gguf compressed-tensors".split()
 TRY = """
@@ -63,7 +63,7 @@ for name, kind in (("kjv-bart", AutoModelForSeq2SeqLM), ("kjv-gpt2", AutoModelFo
 
 
 def problems_of(wheel: Path) -> list[str]:
-    """What auditwheel finds that keeps the wheel from systems with this glibc. torch brings libtorch_cpu."""
+    """Returns what prevents the wheel from running on systems with this glibc. torch provides libtorch_cpu."""
     shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", "--json", wheel], stdout=subprocess.PIPE)
     found = json.loads(shown.stdout)
     if "error" in found:
@@ -76,10 +76,10 @@ def problems_of(wheel: Path) -> list[str]:
 
 
 def works_with(python: str, wheel: Path, others: list[str], with_tests: bool) -> bool:
-    """Whether the wheel works in a new environment of this Python, with nothing but the environment in PATH.
+    """Returns whether the wheel works in a new environment of this Python, with only the environment in PATH.
 
     Args:
-        others: packages that are installed as well, as pip names them.
+        others: additional packages to install, as pip names them.
     """
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
@@ -87,7 +87,7 @@ def works_with(python: str, wheel: Path, others: list[str], with_tests: bool) ->
         environment = {"PATH": str(there.parent), "LANG": "C.UTF-8", "HOME": folder}
 
         def install(*packages: str) -> None:
-            # pip may ask how this machine reaches the index; the rest gets nothing.
+            # pip may need this machine's settings for the index; all other commands get none.
             command = [there, "-m", "pip", "install", "-q", *packages]
             subprocess.run(command, env=os.environ | {"PATH": environment["PATH"]}, check=True)
 
@@ -105,7 +105,7 @@ def works_with(python: str, wheel: Path, others: list[str], with_tests: bool) ->
             shutil.copy(ROOT / part, tests)
         left_out = [f"--ignore-glob=*/{name}" for name in LEFT_OUT]
         pytest = ["-m", "pytest", "-q", "--numprocesses", "auto", "--maxprocesses", "8", *left_out, *FAST]
-        # All of them, whatever one of them says.
+        # Runs all of them, even if one fails.
         return all(
             [
                 run("-c", TRY, ROOT / "examples"),

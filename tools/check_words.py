@@ -1,8 +1,8 @@
-"""Refuses words that have a better one: `make lint` runs it over code, messages and pages.
+"""Reports words that have a better one: `make lint` runs it over code, messages and pages.
 
-    python tools/check_words.py [FILE ...]   # all tracked files without arguments; exit status 1 where it finds one
+    python tools/check_words.py [FILE ...]   # all tracked files without arguments; exit status 1 if it finds one
 
-Only words that mean nothing else here are in the table. The field's word stands beside each.
+The table only has words with no other meaning here. The field's word stands beside each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENDINGS = (".py", ".cpp", ".h", ".cu", ".md", ".toml", ".yml", "Makefile")
-# By the word as it would be written, the one to use.
+# By pattern of a word, the one to use.
 WORDS = {
     r"[Tt]ier[ _]?[12]": "hooks, captured step",
     r"(?:[Ff]irst|[Pp]rompt)[ _]pass(?:es)?(?![a-z])": "prefill",
@@ -56,7 +56,7 @@ _PATTERN = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(WORDS)})")
 
 
 def found_in(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, word and the better word of each in a text."""
+    """Yields the line, the word and the better word of each match in a text."""
     for number, line in enumerate(text.splitlines(), 1):
         for match in _PATTERN.finditer(line):
             better = next(word for pattern, word in WORDS.items() if re.fullmatch(pattern, match[0]))
@@ -64,7 +64,7 @@ def found_in(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def tracked() -> list[Path]:
-    """The files that git knows, but for this one and its test."""
+    """Returns the files that git tracks, except this one and its test."""
     said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     own = {"tools/check_words.py", "tests/test_words.py"}
     return [ROOT / name for name in said.splitlines() if name.endswith(ENDINGS) and name not in own]

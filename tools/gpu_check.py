@@ -1,23 +1,23 @@
 """`make gpu-check`: builds, tests and measures everything that needs an NVIDIA GPU, in under nine minutes.
 
-It installs nothing: the Python that runs it must have torch, and for the tests pytest and hypothesis, which run in
-several processes with pytest-xdist. It builds csrc in place. Stages run one after another, each in processes of its own
-with a budget of seconds, so that one that is slow, fails or crashes costs the others nothing:
+It installs nothing: the Python that runs it must have torch, and for the tests pytest and hypothesis; pytest-xdist
+distributes the tests over several processes. It builds csrc in place. Stages run one after another, each in processes
+of its own with a budget of seconds, so that a stage that is slow, fails or crashes does not affect the others:
 
-    build        the CUDA operators of csrc, for the GPU that is there
+    build        the CUDA operators of csrc, for the present GPU
     kernels      tests of operators and of the KV cache on the GPU, with new random inputs each time
-    equivalence  patched against unpatched generation on the GPU, with captured steps where they serve; in random order,
-                 as many cases as the budget allows
-    memcheck     the CUDA operators and the Triton kernels under compute-sanitizer, where that works
+    equivalence  patched against unpatched generation on the GPU, with captured steps if supported; in random order, as
+                 many cases as the budget allows
+    memcheck     the CUDA operators and the Triton kernels under compute-sanitizer, if that works
     benchmarks   the workloads, with all the time that is left
 
-Half precision is measured, not asserted: the workload gpu-half-precision reports what it does to BLEU and ROUGE.
+Half precision is measured, not asserted: the workload gpu-half-precision reports its effect on BLEU and ROUGE.
 
 The benchmarks write results.json and results.md to benchmarks/results/<gpu>; the check adds gpu-check.json and
-gpu-check.md to them. What the stages printed is in the folder `logs` beside those, which git does not keep.
+gpu-check.md. The output of the stages is in the folder `logs` beside them, which git ignores.
 
-Exit status: 0 all stages passed; 1 one did not; 2 wrong options, or no torch; 3 no GPU; 130 interrupted. (make says 2
-for each of them but the first.)
+Exit status: 0 all stages passed; 1 one did not; 2 wrong options, or no torch; 3 no GPU; 130 interrupted. (make returns
+2 for each of them but the first.)
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from tools.processes import GRACE_SECONDS, Finished, Processes
 ROOT = Path(__file__).resolve().parents[1]
 OK, FAILED, USAGE, NO_GPU, INTERRUPTED = 0, 1, 2, 3, 130
 PASSED, SKIPPED, NOT_PASSED = "passed", "skipped", "FAILED"
-LATE = "the time is over"  # why a test is left out
+LATE = "the time is over"  # reason of a test that was left out
 
-TOTAL_SECONDS = 525.0  # nine minutes, less what starting and stopping take
-_LEAST_SECONDS = 10.0  # with fewer, no workload is begun
-_WORKLOAD_SECONDS = 90.0  # for one of them
+TOTAL_SECONDS = 525.0  # nine minutes, less the time for starting and stopping
+_LEAST_SECONDS = 10.0  # no workload starts with fewer
+_WORKLOAD_SECONDS = 90.0  # for each workload
 
 KERNEL_TESTS = ("tests/ops", "tests/decoding", "tests/pipeline/test_memory.py")
-# The files whose tests run models and inputs that can be moved to the GPU; the others test when to fall back, or what
-# is done on a CPU alone.
+# The files whose tests run models and inputs that can be moved to the GPU; the others test fallbacks, or CPU-only
+# features.
 EQUIVALENCE_TESTS = tuple(
     f"tests/equivalence/test_{name}.py"
     for name in ("captured", "captured_low_bit", "captured_random", "models", "options", "half", "composites")
@@ -75,7 +75,7 @@ print("probe: " + json.dumps(about))
 
 @dataclass
 class Outcome:
-    """What became of a stage."""
+    """The result of a stage."""
 
     state: str
     detail: str = ""
@@ -85,7 +85,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the check. `run` gets the seconds that it may take."""
+    """A part of the check. `run` gets its budget in seconds."""
 
     name: str
     seconds: float
@@ -93,13 +93,13 @@ class Stage:
 
 
 def say(line: str) -> None:
-    """Prints a line at once, so that the output of a run that is ended is complete."""
+    """Prints a line immediately, so that the output of a killed run is complete."""
     print(line, flush=True)
 
 
 def environment_of_stages() -> dict[str, str]:
-    """What the processes of the stages see: nothing that changes what is tested, and no network."""
-    # FastGen's own settings too: it is checked as it comes, captured steps included.
+    """Returns the environment of the stages: without variables that change the tests, and without network."""
+    # Includes FastGen's own settings: the defaults are checked, captured steps included.
     dropped = ("CI", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTEST_", "FASTGEN_")
     kept = {name: each for name, each in os.environ.items() if not name.startswith(dropped)}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -118,7 +118,7 @@ class Check:
         self.device = "cuda"
 
     def stages(self) -> list[Stage]:
-        """All of them, in order; the budgets of all but the last are under what the check may take."""
+        """Returns all stages, in order; the budgets of all but the last add up to less than the check's limit."""
         return [
             Stage("build", 60, self.build),
             Stage("kernels", 100, self.kernels),
@@ -152,7 +152,7 @@ class Check:
         return Outcome(NOT_PASSED, f"{outcome.detail}; no decoding step was captured: {why}", outcome.data)
 
     def tests(self, name: str, paths: Sequence[str], seconds: float, least: float) -> Outcome:
-        """Runs the tests of `paths`; passes if none fails and at least a part of `least` ran."""
+        """Runs the tests of `paths`; passes if none fails and at least a share of `least` ran."""
         report = self.processes.logs / f"{name}.jsonl"
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", *paths, "-q", "--maxfail=20", f"--hypothesis-seed={self.seed}"]
@@ -162,9 +162,9 @@ class Check:
             "FASTGEN_GPU_TESTS_REPORT": str(report),
             "FASTGEN_GPU_TESTS_SEED": str(self.seed),
             "FASTGEN_GPU_TESTS_STOP": str(time.time() + max(seconds - 2 * GRACE_SECONDS, 1.0)),
-            # Where tests/conftest.py looks for the device before there are options, also in pytest-xdist's processes.
+            # tests/conftest.py looks for the device here before it has options, also in pytest-xdist's processes.
             "PYTEST_ADDOPTS": f"--device={self.device}",
-            # As many threads of the host as processes would only get into each other's way.
+            # More host threads in each process would only compete.
             "OMP_NUM_THREADS": "1",
         }
         done = self.processes.run(name, command, seconds - GRACE_SECONDS, **changes)
@@ -176,12 +176,12 @@ class Check:
             return Outcome(SKIPPED, "compute-sanitizer is not installed")
         command = [sanitizer, "--tool", "memcheck", "--leak-check", "no", "--print-limit", "20"]
         command += [sys.executable, "-m", "tools.memcheck"]
-        # torch's own allocator would hide a step over the end of a tensor inside a larger block.
+        # torch's caching allocator would hide an access beyond a tensor inside a larger block.
         done = self.processes.run("memcheck", command, seconds - GRACE_SECONDS, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         return judge_memcheck(done)
 
     def benchmarks(self, seconds: float) -> Outcome:
-        """Each workload in a process of its own: one that crashes may leave the device unusable to its process."""
+        """Runs each workload in a process of its own: one that crashes may leave the device unusable to its process."""
         end = time.monotonic() + seconds - GRACE_SECONDS
         base = [sys.executable, "-m", "benchmarks"]
         listed = self.processes.run("benchmarks-list", [*base, "--list"], min(60, seconds - GRACE_SECONDS))
@@ -204,7 +204,7 @@ class Check:
 
 
 def judge_tests(lines: Sequence[dict[str, Any]], done: Finished, least: float, seed: int) -> Outcome:
-    """What the processes of a stage of tests reported. One that wrote nothing has failed."""
+    """Summarises the reports of a test stage's processes. A process that wrote nothing has failed."""
     chosen = sum(line.get("chosen", 0) for line in lines)
     tests = [line for line in lines if "test" in line and line["reason"] != LATE]
     count = Counter(line["outcome"] for line in tests)
@@ -230,7 +230,7 @@ def judge_tests(lines: Sequence[dict[str, Any]], done: Finished, least: float, s
 
 
 def judge_memcheck(done: Finished) -> Outcome:
-    """What compute-sanitizer found. Where it cannot watch the device, that is no failure of what it watches."""
+    """Summarises compute-sanitizer's findings. An unsupported device does not count as a failure."""
     found = re.search(r"ERROR SUMMARY: (\d+) error", done.output)
     checked = re.search(r"^memcheck: (.*)", done.output, re.MULTILINE)
     if "Device not supported" in done.output:
@@ -246,7 +246,7 @@ def judge_memcheck(done: Finished) -> Outcome:
 
 
 def run_stages(stages: Sequence[Stage], seconds: float) -> dict[str, Outcome]:
-    """Runs the stages; whatever happens in one of them, the others run, and none of them is late."""
+    """Runs the stages. An error in one does not stop the others, and all stay within the limit."""
     end = time.monotonic() + seconds
     outcomes: dict[str, Outcome] = {}
     for number, stage in enumerate(stages):
@@ -269,7 +269,7 @@ def run_stages(stages: Sequence[Stage], seconds: float) -> dict[str, Outcome]:
 
 
 def summary(about: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
-    """A Markdown table of the stages."""
+    """Returns a Markdown table of the stages."""
     lines = [f"# Check on {about['gpu']}", ""]
     lines += [f"- torch {about['torch']}, CUDA {about['cuda']}, commit {about.get('commit') or 'unknown'}", ""]
     lines += ["| stage | result | seconds | |", "| --- | --- | --- | --- |"]
@@ -281,7 +281,7 @@ def summary(about: dict[str, Any], outcomes: dict[str, Outcome]) -> str:
 
 
 def probe() -> dict[str, Any] | None:
-    """What this Python's torch says about the GPU, found in another process; None without torch."""
+    """Returns torch's description of the GPU, read in another process; None without torch."""
     if not is_installed("torch"):
         return None
     options = {"cwd": ROOT, "env": environment_of_stages(), "stdin": subprocess.DEVNULL}
@@ -308,7 +308,7 @@ def last_line(text: str) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one on each line; a last line that was cut off does not count."""
+    """Reads a file of JSON lines; ignores a truncated last line."""
     found = []
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -317,7 +317,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="gpu_check.py", description="Checks and measures FastGen on an NVIDIA GPU.")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="run these stages")
@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of the random inputs (default: a new one)")
     parser.add_argument("--workers", type=int, default=max(2, min(12, (os.cpu_count() or 4) - 2)), metavar="N")
     options = parser.parse_args(arguments)
-    start = time.monotonic()  # a first import of torch takes a while, and counts
+    start = time.monotonic()  # includes a first import of torch, which takes a while
     about = probe()
     if about is None:
         say(f"gpu-check: {sys.executable} has no torch; name another one: make gpu-check PYTHON=...")

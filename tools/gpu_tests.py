@@ -1,12 +1,12 @@
-"""A plugin for tests on a GPU: in random order, until a given time, with what became of each.
+"""A pytest plugin for tests on a GPU: runs them in random order, until a given time, and reports each result.
 
-    FASTGEN_GPU_TESTS_SEED=S        what the order comes from
-    FASTGEN_GPU_TESTS_REPORT=FILE   gets a JSON object on a line: how many tests there are, then each that has ended
+    FASTGEN_GPU_TESTS_SEED=S        seed of the order
+    FASTGEN_GPU_TESTS_REPORT=FILE   gets JSON lines: the number of tests, then each finished test
     FASTGEN_GPU_TESTS_STOP=T        tests are left out after T (seconds since 1970)
 
-With `--device` other than the CPU, tests that do nothing there are left out, and the models and inputs of
+With a `--device` other than the CPU, tests that do not use it are left out, and the models and inputs of
 tests/equivalence are moved there. They are made on the CPU, so that weights and tokens are those that the tests were
-chosen for. The report says for each test how many calls ran with a captured step, and why others did without.
+chosen for. The report has for each test the number of calls with a captured step, and the reasons of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 
 from tools.gpu_check import LATE
 
-_CAPTURED_STEP = "transformers.captured_step"  # as `fastgen.stats()` calls it
+_CAPTURED_STEP = "transformers.captured_step"  # its name in `fastgen.stats()`
 # These make tensors on the CPU inside of `generate`.
 CPU_ONLY = ("test_nested_generate", "test_autocast")
 
@@ -38,12 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def move_models(device: str) -> None:
-    """Makes the models and inputs of the equivalence grid come on `device`, and moves those of other tests there."""
+    """Creates the models and inputs of the equivalence grid on `device`, and moves those of other tests there."""
     import torch
 
     from tests.equivalence import check, models
 
-    # Products in full float32, convolutions too: what is compared is FastGen, not two roundings.
+    # Full float32, convolutions included: the tests compare FastGen, not two roundings.
     torch.backends.cudnn.allow_tf32 = False
     build, make_inputs = models.Family.build, models.Family.make_inputs
 
@@ -72,7 +72,7 @@ _captured = {"captured": 0, "left_out": Counter[str]()}
 
 
 def watch_captured_steps() -> None:
-    """Counts calls with a captured step and without: tests set FastGen's own counts to zero."""
+    """Counts calls with a captured step and without: tests reset FastGen's own counts."""
     from fastgen import counters
 
     accelerated, not_used = counters.count_accelerated, counters.count_not_used
@@ -90,7 +90,7 @@ def watch_captured_steps() -> None:
 
 
 def _take_captured() -> dict[str, Any]:
-    """What was counted since this was asked last."""
+    """Returns the counts since the last call."""
     found = {"captured": _captured["captured"], "left_out": dict(_captured["left_out"])}
     _captured["captured"] = 0
     _captured["left_out"].clear()
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _runs_there(item: pytest.Item) -> bool:
-    """Whether a test does anything on another device than the CPU: it asks for it, or its models are moved."""
+    """Returns whether a test uses a device other than the CPU: it requests it, or its models are moved."""
     if "equivalence" in item.path.parts:
         return not item.nodeid.partition("::")[2].startswith(CPU_ONLY)
     return "device" in getattr(item, "fixturenames", ())
@@ -131,7 +131,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # A test is its call; a failure or a skip may also come before it, and a failure after it.
+    # A test reports its call; a failure or a skip may also occur before it, and a failure after it.
     if "PYTEST_XDIST_WORKER" not in os.environ and (report.when == "call" or report.outcome != "passed"):
         line = {"test": report.nodeid, "outcome": report.outcome, "reason": _reason(report)}
         _write({**line, **dict(report.user_properties).get("captured", {})})

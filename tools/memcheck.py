@@ -1,7 +1,7 @@
-"""Runs the CUDA operators and the Triton kernels at odd sizes, for compute-sanitizer to watch; see tools/gpu_check.py.
+"""Runs the CUDA operators and the Triton kernels at odd sizes under compute-sanitizer; see tools/gpu_check.py.
 
-Every tensor has the size that the operator is told, so that a step over an end of one leaves the allocation. The
-results are compared with the reference: a kernel that does nothing has no errors either.
+Every tensor has exactly the size that the operator is told, so that an access beyond it leaves the allocation. Results
+are compared with the reference, because a kernel that does nothing has no errors either.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fastgen.ops.linear import grouped
 
 
 def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
-    """Rows, lengths and types as they come, with and without a context."""
+    """Checks random rows, lengths and types, with and without a context."""
     for _ in range(rounds):
         rows, length = generator.choice([1, 3, 32, 129]), generator.choice([1, 2, 31, 257, 1025])
         vocabulary, n = generator.choice([1, 7, 1000]), generator.choice([1, 2, 3, 5, length, length + 1])
         score_type = generator.choice([torch.float32, torch.float16, torch.bfloat16])
         token_type = generator.choice([torch.int32, torch.int64])
         scores = torch.randn(rows, vocabulary, device="cuda", dtype=score_type)
-        # Ids on both sides of what the vocabulary has: they must not be written to.
+        # Ids below and above the vocabulary: nothing may be written to them.
         tokens = torch.randint(-2, 5, (rows, length), device="cuda", dtype=token_type)
         lengths = torch.randint(-1, length + 2, (rows,), device="cuda")
         context = torch.randint(-2, 5, (1, generator.choice([1, 40])), device="cuda", dtype=token_type)
@@ -37,7 +37,7 @@ def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
 
 
 def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """The cache and what reads it: with tensor cores and asynchronous loads in half precision, without in float32."""
+    """Checks the KV cache and attention: in half precision with tensor cores and asynchronous loads, and in float32."""
     batch, per_input, heads, dim, prefix, suffix = 3, 3, 2, 80, 137, 7
     rows = batch * per_input
 
@@ -63,7 +63,7 @@ def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
 
 def check_grouped_linear(device: str) -> None:
-    """Products and rows of low-bit weights: in one part and in several, with several groups in a tile."""
+    """Checks GEMM and row reads of low-bit weights: unsplit and split, with several groups in a tile."""
     outputs = 67
     for bits, inputs, group_size, dtype in (
         (4, 1100, 64, torch.float16), (8, 1100, 64, torch.float16), (4, 77, 24, torch.float32),
@@ -87,7 +87,7 @@ def check_grouped_linear(device: str) -> None:
 
 
 def check_triton(device: str) -> None:
-    """Each kernel once or twice, at sizes that fill no block."""
+    """Checks each kernel once or twice, at sizes that do not fill a block."""
     check_attention(device, torch.float32, 1e-4)
     check_attention(device, torch.float16, 1e-2)
     batch, per_input = 3, 3

@@ -1,4 +1,4 @@
-"""Commands with a limit of time, as the stages of the GPU check are (`tools/gpu_check.py`)."""
+"""Commands with a time limit, such as the stages of the GPU check (`tools/gpu_check.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_SECONDS = 8.0  # for a process that was asked to end
 
 
 class Finished(NamedTuple):
-    """How a command ended: its exit status (negative for a signal), whether it ran out of time, what it printed."""
+    """How a command ended: its exit status (negative for a signal), whether it ran out of time, its output."""
 
     status: int
     timed_out: bool
@@ -23,10 +23,10 @@ class Finished(NamedTuple):
 
 
 class Processes:
-    """Commands that are ended together with everything they started.
+    """Runs commands, and ends each together with everything that it started.
 
     Args:
-        logs: a folder, which gets what each command prints.
+        logs: a folder for the output of each command.
         environment: of all of them.
     """
 
@@ -36,7 +36,7 @@ class Processes:
         logs.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, command: Sequence[str], seconds: float, **changes: str) -> Finished:
-        """Runs a command; after `seconds` it is interrupted, then killed."""
+        """Runs a command; after `seconds` interrupts it, then kills it."""
         path, timed_out = self.logs / f"{name}.log", False
         with open(path, "wb") as log:
             process = subprocess.Popen(
@@ -47,7 +47,7 @@ class Processes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Interrupts end it, also where this process was started in the background and ignores them.
+                # Lets SIGINT end it even if this process was started in the background and ignores SIGINT.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         try:
@@ -58,7 +58,7 @@ class Processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
         finally:
-            # Also what the command left behind in its session.
+            # Also kills what the command left behind in its session.
             _signal(process, signal.SIGKILL)
             process.wait()
         return Finished(process.returncode, timed_out, path.read_text("utf-8", errors="replace"))

@@ -1,6 +1,6 @@
-"""The ways to do the same work that a workload compares: one class each, with `setup`, `run` and `close`.
+"""The backends that a workload compares: one class each, with `setup`, `run` and `close`.
 
-A new one is a subclass of `Backend` in a module here, and a line in `_MAKERS`.
+A new backend is a subclass of `Backend` in a module here, and a line in `_MAKERS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BASELINE, SUBJECT = "transformers", "fastgen"
 _GGUF = ("fastgen-gguf", "fastgen-gguf-int8")
 _CAPTURED = {"captured_step": "always"}
 
-# name: (module, class, arguments). Modules are imported when their backend is asked for, and may import what they need.
+# name: (module, class, arguments). A module is imported when its backend is used, and may import what it needs.
 _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     BASELINE: ("generate", "Unpatched", {}),
     "fairseq": ("generate", "Unpatched", {}),
@@ -63,11 +63,11 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a backend has to do.
+    """The work of a backend.
 
     Attributes:
-        workload: the `Generation` that says how much to generate, and with which options.
-        model: the model in Transformers. A backend that converts it leaves it as it is.
+        workload: the `Generation` with the number of new tokens and the options.
+        model: the model in Transformers. A backend that converts it must not change it.
         inputs: "input_ids" and "attention_mask".
         threads: to use.
     """
@@ -79,14 +79,14 @@ class Job:
 
 
 class Backend(ABC):
-    """One way to do the work. It is set up once, run a few times interleaved with the others, and closed.
+    """One way to do the work. It is set up once, runs a few times interleaved with the others, and is closed.
 
     Attributes:
-        name: how the options and the results call it.
-        rivals: the backends of FastGen that it is held against where those are measured, too.
-        fastgen: it is FastGen that is measured, not what FastGen is compared with.
-        exact: it must make the tokens of the baseline; elsewhere other arithmetic may lead to others.
-        version: of what does the work, where that is not in the versions of the whole run.
+        name: in the options and the results.
+        rivals: the FastGen backends that it is compared with, if those are measured.
+        fastgen: whether it measures FastGen, rather than something that FastGen is compared with.
+        exact: whether it must produce the baseline's tokens; different arithmetic may lead to others.
+        version: of the library that does the work, if the versions of the whole run do not have it.
         warm_up_seconds: set by the harness.
     """
 
@@ -100,7 +100,7 @@ class Backend(ABC):
         self.rivals = rivals
 
     def setup(self, job: Job) -> None:
-        """Gets ready; not timed.
+        """Prepares the backend; not timed.
 
         Raises:
             Unsupported: this backend cannot do the job.
@@ -108,21 +108,21 @@ class Backend(ABC):
         self.job = job
 
     def warm_up(self) -> None:
-        """Makes whatever happens only once happen before the timing."""
-        # A few steps touch all code and weights, and give caches of prepared weights the time to fill.
+        """Does all one-time work before the timing."""
+        # A few steps run all code, read all weights, and let caches of prepared weights fill.
         for _ in range(self.job.workload.warm_ups):
             self.run(min(3, self.job.workload.new_tokens))
 
     @abstractmethod
     def run(self, new_tokens: int) -> Tensor:
-        """One timed run; returns the tokens as `generate` does: with the prompt, or with the decoder's start token."""
+        """Makes one timed run; returns the tokens as `generate` does, with the prompt or the decoder's start token."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Gives back what `setup` took. Called in every case, also where that failed."""
+        """Releases the resources of `setup`. Always called, even if that failed."""
 
 
 def make(name: str) -> Backend:
-    """The backend of this name.
+    """Creates the backend of this name.
 
     Raises:
         KeyError: there is none.
@@ -132,16 +132,16 @@ def make(name: str) -> Backend:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """The names without repetitions, in the order in which the backends take turns."""
+    """Returns the distinct names, in the order in which the backends alternate."""
     wanted = set(names)
     return [name for name in ALL if name in wanted]
 
 
 def pairs(measured: Iterable[Backend], baseline: str, subject: str) -> list[tuple[str, str]]:
-    """Which backend is held against which of FastGen's: (other, FastGen's).
+    """Returns the comparisons with FastGen's backends: (other, FastGen's).
 
-    Each is held against FastGen in its own precision and toolkit, or as it comes where that was not measured. FastGen
-    in other precisions and toolkits is held against the baseline as well.
+    Each backend is compared with FastGen in its own precision and toolkit, or with default FastGen if that was not
+    measured. FastGen in other precisions and toolkits is also compared with the baseline.
     """
     by_name = {backend.name: backend for backend in measured}
     found = []

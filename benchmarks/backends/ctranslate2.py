@@ -1,7 +1,7 @@
 """CTranslate2: the same weights, converted in a temporary folder, on the same tokens.
 
-Its converter is used as it comes. What it reads beyond the weights is set here: a vocabulary in which the token of id 7
-is the word "7", and those attributes of BART's configuration that Transformers no longer writes.
+Uses its converter unchanged. This module supplies what the converter needs besides the weights: a vocabulary in which
+the token of id 7 is the word "7", and the attributes of BART's configuration that Transformers no longer writes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from benchmarks.backends import Job, Unsupported
 from benchmarks.backends.elsewhere import Elsewhere
 
-# What is known to mean the same in both. Anything else would compare different work.
+# Options with the same meaning in both libraries. Others would compare different work.
 _KNOWN_OPTIONS = {"num_beams", "no_repeat_ngram_size", "num_return_sequences", "do_sample"}
-# In older configurations of BART: layer norm after the attention, one after the embeddings and none at the end.
+# From older configurations of BART: layer norm after the attention, one after the embeddings and none at the end.
 _BART = {
     "normalize_before": False,
     "normalize_embedding": True,
@@ -28,7 +28,7 @@ _BART = {
 
 
 class CTranslate2(Elsewhere):
-    """In this environment. `compute_type` is what it computes in: it converts weights when it loads them."""
+    """Runs in this environment. `compute_type` is the precision of computation: weights are converted at loading."""
 
     library = "CTranslate2"
     script = Path(__file__).with_name("ctranslate2_process.py")
@@ -64,7 +64,7 @@ class CTranslate2(Elsewhere):
 
 
 class _Vocabulary:
-    """What the converter asks of a tokenizer, for a vocabulary of numbers."""
+    """The tokenizer interface that the converter uses, for a vocabulary of numbers."""
 
     def __init__(self, model: Any) -> None:
         config = model.generation_config
@@ -73,10 +73,10 @@ class _Vocabulary:
         self.eos_token = str(end)
         self.bos_token = str(end if config.bos_token_id is None else config.bos_token_id)
         self.pad_token = str(end if config.pad_token_id is None else config.pad_token_id)
-        # Of Marian's models its converter drops the last token, if that has the name of padding.
+        # Its converter drops the last token of Marian models, if that is named as padding.
         is_marian = type(model.config).__name__ == "MarianConfig"
         self._names = {config.pad_token_id: "<pad>"} if is_marian else {}
-        # Every token of the inputs is in the vocabulary, so this is never used; it has to be one of them.
+        # Never used, because the vocabulary has every token of the inputs, but it must be a token.
         self.unk_token = str(self._size - 2)
 
     def get_vocab(self) -> dict[str, int]:
@@ -88,17 +88,17 @@ class _Vocabulary:
 
 
 def convert(model: Any, folder: str) -> None:
-    """Writes the model as CTranslate2 reads it.
+    """Writes the model in CTranslate2's format.
 
     Raises:
-        Unsupported: its converter knows no such model.
+        Unsupported: its converter does not support this model.
     """
     from ctranslate2.converters.transformers import _MODEL_LOADERS
 
     loader = _MODEL_LOADERS.get(type(model.config).__name__)
     if loader is None:
         raise Unsupported(f"CTranslate2 has no converter for {type(model).__name__}")
-    # Some loaders take modules out of the model as they go. They get a copy, which shares the weights.
+    # Some loaders remove modules from the model. They get a copy, which shares the weights.
     shared = {id(tensor): tensor for tensor in model.parameters()}
     model = copy.deepcopy(model, shared)
     for name, value in _BART.items():

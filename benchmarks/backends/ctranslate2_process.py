@@ -23,7 +23,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], list[li
     def generate(work: dict[str, Any]) -> list[list[int]]:
         count, inputs = work["new_tokens"], work.get("inputs") or asked["inputs"]
         padded = inputs["input_ids"]
-        # Padding is not part of what it gets; it packs the batch itself.
+        # CTranslate2 gets no padding; it packs the batch itself.
         prompts = [
             [str(token) for token, is_there in zip(tokens, mask, strict=True) if is_there]
             for tokens, mask in zip(padded, inputs["attention_mask"], strict=True)

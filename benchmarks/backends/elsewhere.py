@@ -1,4 +1,4 @@
-"""Backends in processes of their own, and mostly in environments of their own, which `make bench-NAME` makes."""
+"""Backends in processes, and mostly in virtual environments, of their own, which `make bench-NAME` makes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ENVIRONMENTS = ROOT / ".venvs"
 
 
 def python_of(environment: str, library: str) -> Path:
-    """The interpreter of an environment in `.venvs` that is for a library.
+    """Returns the interpreter of the environment in `.venvs` for a library.
 
     Raises:
-        Unsupported: there is no such environment.
+        Unsupported: the environment does not exist.
     """
     python = ENVIRONMENTS / environment / "bin" / "python"
     if not python.exists():
@@ -29,13 +29,13 @@ def python_of(environment: str, library: str) -> Path:
 
 
 class Elsewhere(Backend):
-    """What such backends share.
+    """The base class of such backends.
 
     Attributes:
-        library: how the reader of the results calls it.
-        environment: its folder in `.venvs`, unless `python` says something else.
-        script: has `load(asked)`, which gets what `question` returns, and generates.
-        settings: of the kind of backend, as its line in `_MAKERS` gives them.
+        library: its display name.
+        environment: its folder in `.venvs`, unless `python` overrides it.
+        script: has `load(asked)`, which gets the result of `question`, and generates.
+        settings: of the kind of backend, from its line in `_MAKERS`.
     """
 
     library: str
@@ -56,11 +56,11 @@ class Elsewhere(Backend):
         self.version = self._process.ask({"threads": job.threads, "inputs": inputs, **question})
 
     def python(self) -> Path:
-        """The interpreter of the process. Raises Unsupported where it is not there."""
+        """Returns the interpreter of the process. Raises Unsupported if it does not exist."""
         return python_of(self.environment, self.library)
 
     def check(self, job: Job) -> None:
-        """Whether the library can do the job.
+        """Checks that the library can do the job.
 
         Raises:
             Unsupported: it cannot.
@@ -72,11 +72,11 @@ class Elsewhere(Backend):
 
     @abstractmethod
     def question(self, job: Job, folder: Path) -> dict[str, Any]:
-        """What the script needs beside the inputs and the number of threads, as JSON can hold it.
+        """Returns the script's input besides the tokens and the number of threads, as JSON values.
 
         Args:
             job: that the library can do.
-            folder: for files; it is there until the backend is closed.
+            folder: for files; it exists until the backend is closed.
         """
 
     def run(self, new_tokens: int) -> Tensor:
@@ -90,13 +90,13 @@ class Elsewhere(Backend):
 
 
 class OnGGUF(Elsewhere):
-    """Those that read the GGUF file beside a model, and generate greedily with it."""
+    """Backends that read the GGUF file beside a model, and generate greedily with it."""
 
     def check(self, job: Job) -> None:
         super().check(job)
         if not smollm2.gguf_of(job.model).is_file():
             raise Unsupported(f"there is no {smollm2.GGUF} beside the model")
-        # A single beam and no samples are what they do.
+        # They support neither beams nor sampling.
         unknown = {name for name, value in job.workload.options.items() if name != "do_sample" and value != 1}
         if unknown:
             raise Unsupported(f"no counterpart in {self.library} for {', '.join(sorted(unknown))}")

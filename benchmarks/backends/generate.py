@@ -1,4 +1,4 @@
-"""`model.generate` as it is, and with FastGen."""
+"""`model.generate` unpatched, and with FastGen."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.backends import Backend, Job, Unsupported
 from fastgen import settings as fastgen_settings
 from fastgen.ops import quantized_linear
 
-CAPTURED_STEP = "transformers.captured_step"  # as `fastgen.stats()` calls it
-_NOT_YET = "too few steps so far"  # why a call has none, and a later one will
+CAPTURED_STEP = "transformers.captured_step"  # its name in `fastgen.stats()`
+_NOT_YET = "too few steps so far"  # reason of a call without a captured step that a later call will have
 _SHORT_CALL = 8  # new tokens of the shortest call that may have one
 
 
@@ -27,7 +27,7 @@ class Unpatched(Backend):
     options: Mapping[str, Any] = {}
 
     def active(self) -> AbstractContextManager[Any]:
-        """Inside this, `generate` works in the way of this backend."""
+        """Makes `generate` work in this backend's way inside the block."""
         return fastgen.disabled()
 
     def run(self, new_tokens: int) -> Tensor:
@@ -36,12 +36,12 @@ class Unpatched(Backend):
 
 
 class Patched(Unpatched):
-    """FastGen, with other settings than its own where some are given; lower precisions may change the tokens.
+    """FastGen, optionally with other settings than its defaults; lower precisions may change the tokens.
 
     Args:
         name, rivals: of the backend.
         settings: for `fastgen.enable`.
-        options: for `generate`, beside those of the workload.
+        options: for `generate`, besides those of the workload.
     """
 
     fastgen = True
@@ -68,17 +68,17 @@ class Patched(Unpatched):
     def warm_up(self) -> None:
         on_gpu = any(value.device.type == "cuda" for value in self.job.inputs.values())
         if on_gpu and self.settings.get("captured_step") != "never":
-            # Graphs are made for the size of a whole run.
+            # Graphs are captured for the size of a whole run.
             self.run(self.job.workload.new_tokens)
             return
         super().warm_up()
-        # On the CPU a step is recorded when calls have asked for enough of them; later calls gain by it.
+        # On the CPU a step is captured after calls have taken enough steps; later calls profit.
         steps = min(_SHORT_CALL, self.job.workload.new_tokens)
         while self._waits_for_a_step(steps):
             steps = self.job.workload.new_tokens
 
     def _waits_for_a_step(self, steps: int) -> bool:
-        """Makes a call; says whether it had no captured step, and one of the next calls may have one."""
+        """Makes a call; returns whether it had no captured step, and a later call may have one."""
         before = self._calls_that_wait()
         self.run(steps)
         return self._calls_that_wait() > before
@@ -93,9 +93,9 @@ class Patched(Unpatched):
 
 
 class Drafted(Patched):
-    """With drafts, which change no token of greedy search in float32."""
+    """FastGen with drafts, which change no token of greedy search in float32."""
 
-    _CALLS = 6  # until what drafts need is made, and how long they are to be is known
+    _CALLS = 6  # until drafting is prepared, and the draft lengths have settled
 
     def __init__(self, name: str, **arguments: Any) -> None:
         super().__init__(name, rivals=("fastgen-captured",), **arguments)
@@ -110,11 +110,11 @@ class Drafted(Patched):
 
 
 class KeptBits(Patched):
-    """The GGUF file beside the model, whose bits are kept, with captured steps.
+    """The GGUF file beside the model, in its own bits, with captured steps.
 
     Args:
         name: of the backend.
-        activations: "float", or "int8", as other libraries have it.
+        activations: "float", or "int8", as in other libraries.
     """
 
     def __init__(self, name: str, activations: str) -> None:

@@ -1,7 +1,6 @@
 """A user's process: loads a saved model and generates, without FastGen or with it (`serve_lines.py`).
 
-An answer has the tokens, and beside them what `fastgen.stats()` counted in this call: {} where FastGen was never
-imported.
+An answer has the tokens, and the counts of `fastgen.stats()` in this call: {} if FastGen was never imported.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 
 def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-    """`asked` has "settings" for `fastgen.enable`, or None where FastGen is not imported, and "root", where it lies."""
+    """`asked` has "settings" for `fastgen.enable`, or None to not import FastGen, and "root", its folder."""
     import torch
     import transformers
 
@@ -35,7 +34,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], dict[st
 
 
 def counted() -> dict[str, Any]:
-    """What FastGen has counted since the last time."""
+    """Returns FastGen's counts since the last time."""
     fastgen: Any = sys.modules.get("fastgen")
     if fastgen is None:
         return {}

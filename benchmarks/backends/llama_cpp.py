@@ -1,7 +1,7 @@
-"""llama.cpp, for models that have a GGUF file beside them: greedy, with its own loop over batches of sequences.
+"""llama.cpp, for models with a GGUF file beside them: greedy, with its own loop over batches of sequences.
 
-The file has weights of 4 bits (Q4_1). Other precisions are made from it by llama.cpp's quantiser, which unpacks them
-first. So "F32" are the weights that Transformers has of the same file.
+The file has 4-bit weights (Q4_1). llama.cpp's quantiser makes other precisions from it, and unpacks it first. "F32" has
+therefore the same weights as Transformers from this file.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from benchmarks.backends import Job, Unsupported
 from benchmarks.backends.elsewhere import OnGGUF
 
-# The types of models with which weights of these kinds are compared. The others have fewer bits than any model.
+# The model dtypes that these kinds of weights are compared with. The others have fewer bits than any model.
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class LlamaCpp(OnGGUF):
-    """`precision` is that of the weights: "F32", "BF16", "Q8_0", or "Q4_1", which takes the file as it is."""
+    """`precision` is that of the weights: "F32", "BF16", "Q8_0", or "Q4_1", which uses the file unchanged."""
 
     library = "llama.cpp"
     environment = "llama"

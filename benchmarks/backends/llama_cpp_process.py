@@ -1,6 +1,6 @@
 """Generates with llama.cpp, in an environment without FastGen (`serve_lines.py`).
 
-The functions of its library are called as its own programs do: one batch for a step of all sequences.
+Calls the functions of its library as its own programs do: one batch for a step of all sequences.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-# The type of file to convert to (`llama_ftype`), and the type of K and V (`ggml_type`): numbers of the file format, of
-# which the library's Python module lacks one.
+# The file type to convert to (`llama_ftype`), and the type of K and V (`ggml_type`): values of the file format, one of
+# which the library's Python module lacks.
 _PRECISIONS = {"F32": (0, 0), "BF16": (32, 30), "Q8_0": (7, 1), "Q4_0": (2, 1), "Q4_1": (None, 1)}
 
 
@@ -23,7 +23,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, int]], list[li
     if file_type is not None:
         file = _converted(llama_cpp, file, Path(asked["folder"], "model.gguf"), file_type)
     padded = asked["inputs"]["input_ids"]
-    # Padding is no part of what it gets.
+    # llama.cpp gets no padding.
     prompts = [
         [token for token, is_there in zip(tokens, mask, strict=True) if is_there]
         for tokens, mask in zip(padded, asked["inputs"]["attention_mask"], strict=True)
@@ -40,7 +40,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, int]], list[li
     sampler = _greedy(llama_cpp, model, asked["end"])
 
     def step(pieces: Iterable[tuple[int, list[int]]]) -> list[int]:
-        """The next token of each sequence, which goes on with these tokens from this position."""
+        """Returns the next token of each sequence after these tokens, which start at this position."""
         last = []
         batch.n_tokens = 0
         for row, (start, tokens) in enumerate(pieces):
@@ -68,7 +68,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, int]], list[li
 
 
 def _converted(llama_cpp: Any, file: str, target: Path, file_type: int) -> str:
-    """Writes the file with matrices of another type."""
+    """Writes the file with another matrix type."""
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = file_type
     parameters.allow_requantize = True
@@ -78,9 +78,9 @@ def _converted(llama_cpp: Any, file: str, target: Path, file_type: int) -> str:
 
 
 def _model(llama_cpp: Any, file: str, precision: str) -> Any:
-    """The model, whose weights must have the precision that the results say."""
+    """Loads the model, and checks that its weights have the reported precision."""
     parameters = llama_cpp.llama_model_default_params()
-    # Its products in AMX, of weights with 8 or 4 bits, can end the process (ggml-org/llama.cpp, issue 20824).
+    # Its AMX kernels for 8-bit or 4-bit weights can crash the process (ggml-org/llama.cpp, issue 20824).
     parameters.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(file.encode(), parameters)
     said = ctypes.create_string_buffer(256)
@@ -91,7 +91,7 @@ def _model(llama_cpp: Any, file: str, precision: str) -> Any:
 
 
 def _greedy(llama_cpp: Any, model: Any, end: list[int]) -> Any:
-    """Chooses the likeliest token that does not end a sequence."""
+    """Makes a sampler of the likeliest token that does not end a sequence."""
     sampler = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     never = (llama_cpp.llama_logit_bias * len(end))(*[(token, float("-inf")) for token in end])

@@ -11,14 +11,14 @@ import torch
 from benchmarks.backends import Job, Unsupported
 from benchmarks.backends.elsewhere import Elsewhere, OnGGUF
 
-# What OpenVINO calls the types that it computes in.
+# OpenVINO's names of the dtypes that it computes in.
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class OpenVINO(Elsewhere):
-    """In the precision of the model, float32 or bfloat16; or with weights of 8 or 4 `bits`, which it makes itself.
+    """Computes in the model's precision, float32 or bfloat16; or with weights that it quantises to 8 or 4 `bits`.
 
-    The model is saved, and exported to OpenVINO there.
+    The model is saved, and exported to OpenVINO in the process.
     """
 
     library = "OpenVINO"
@@ -31,7 +31,7 @@ class OpenVINO(Elsewhere):
             raise Unsupported(f"OpenVINO is compared in float32 or bfloat16, not in {job.model.dtype}")
 
     def question(self, job: Job, folder: Path) -> dict[str, Any]:
-        # The older release may not know what a current one writes into the generation config.
+        # The older release may not know all fields of a current generation config.
         generation = {"pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id"}
         job.model.save_pretrained(folder)
         known = job.model.generation_config.to_dict()
@@ -47,7 +47,7 @@ class OpenVINO(Elsewhere):
 
 
 class OpenVINOGenAI(OnGGUF):
-    """On a GGUF file as it is, one sequence."""
+    """Reads a GGUF file unchanged; one sequence."""
 
     library = "OpenVINO GenAI"
     environment = "openvino"

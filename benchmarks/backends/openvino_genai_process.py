@@ -1,4 +1,4 @@
-"""Generates with OpenVINO GenAI, which reads a GGUF file as it is, in an environment without FastGen
+"""Generates with OpenVINO GenAI, which reads a GGUF file unchanged, in an environment without FastGen
 (`serve_lines.py`).
 """
 

@@ -41,8 +41,8 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], list[li
 
 
 def declare_operators_of_torchvision(torch: Any) -> None:
-    """Where torchvision does not fit the build of torch, it asks for operators that are missing."""
+    """Declares the operators that a torchvision for another build of torch expects."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    torch._fastgen_torchvision = library  # it lives as long as the process
+    torch._fastgen_torchvision = library  # must live as long as the process

@@ -1,10 +1,10 @@
 """The process of a backend in an environment without FastGen: `benchmarks/processes.py` starts it with a script's path.
 
-It reads lines of JSON: first the model and what to run it on, then what is to be done, as often as it is asked. The
-script has a function `load`, which gets the first line and returns the version of its library, and a function that
-gets each further line and returns the answer. Each answer goes back behind the seconds that it took.
+It reads lines of JSON: first the model and its inputs, then one line for each piece of work. The script's function
+`load` gets the first line. It returns the version of its library, and a function that gets each further line and
+returns the answer. Each answer is preceded by its seconds.
 
-To generate, a line is {"new_tokens": how many}, with "inputs" where they are not those of the first line. The answer is
+To generate, a line is {"new_tokens": number}, with "inputs" if they differ from those of the first line. The answer is
 all tokens, as `generate` returns them.
 """
 
@@ -18,7 +18,7 @@ import time
 
 
 def main() -> None:
-    # What libraries print must not be taken for an answer.
+    # Output of libraries must not be mistaken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     work = None

@@ -1,5 +1,5 @@
 """Benchmarks of `fastgen-serve`: `python -m benchmarks.serving NAME`. See `benchmarks/README.md`.
 
-`load` is the client, in a process of its own, `servers` starts what it talks to, `models` writes the models, `report`
-makes tables and pictures. `schedulers`, `translation`, `streams` and `overload` are the benchmarks.
+`load` is the client, in a process of its own, `servers` starts the servers, `models` writes the models, `report` makes
+tables and charts. `schedulers`, `translation`, `streams` and `overload` are the benchmarks.
 """

@@ -12,8 +12,8 @@ import torch
 from benchmarks import ROOT, machine
 from benchmarks.serving import overload, report, schedulers, streams, translation
 
-# Each has `add_options`; `measured`, which yields rows; `COLUMNS`, what the columns are called; and, where rows are
-# held against each other, `compare`, which gets all so far and adds to them.
+# Each has `add_options`; `measured`, which yields rows; `COLUMNS`, the titles of the columns; and optionally `compare`,
+# which gets all rows so far and adds comparisons to them.
 BENCHMARKS = {"schedulers": schedulers, "translation": translation, "streams": streams, "overload": overload}
 
 

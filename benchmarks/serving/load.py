@@ -1,8 +1,8 @@
-"""The client: sends requests to a server and notes when answers came. A process of its own, `python -m
+"""The client: sends requests to a server and records when answers arrive. It is a process of its own, `python -m
 benchmarks.serving.load`, which reads a `Load` as JSON from standard input and writes the answers to standard output.
 
-Open: requests come when they come (Poisson), whether or not others are answered; one that the client sends late counts
-from when it was due. Closed: so many clients, each of which waits for its answer before it sends the next request.
+Open loop: requests arrive in a Poisson process, independently of answers; one that the client sends late counts from
+when it was due. Closed loop: a number of clients, each of which waits for its answer before its next request.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import httpx
 
 from benchmarks import processes
 
-# Seconds in which answers may come after the last request.
+# Seconds to wait for answers after the last request.
 _PATIENCE = 60.0
 
 
 @dataclass
 class Load:
-    """What to send.
+    """The requests to send.
 
     Attributes:
-        url: of the path that all requests are for.
-        bodies: of the requests, in order, from the beginning again after the last one.
-        seconds: in which requests are sent.
-        rate: requests in a second, on average, if they come by themselves.
-        clients: that wait for their answers, otherwise.
-        streams: answers are server-sent events.
-        seed: of when requests come.
+        url: of the path of all requests.
+        bodies: of the requests, in order, repeated from the start.
+        seconds: during which requests are sent.
+        rate: requests per second, on average, in an open loop.
+        clients: number of them, in a closed loop.
+        streams: whether answers are server-sent events.
+        seed: of the arrival times.
     """
 
     url: str
@@ -50,14 +50,14 @@ class Load:
 
 @dataclass
 class Answer:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
         body: its index.
-        due: seconds from the beginning until it was to be sent.
-        first: until the first text came, of a stream; None for none.
-        end: until all of the answer had come; None for none within the patience.
-        status: of HTTP; 0 where the connection failed.
+        due: seconds from the start until it was due.
+        first: seconds until the first text of a stream; None for none.
+        end: seconds until the complete answer; None if it did not arrive in time.
+        status: of HTTP; 0 if the connection failed.
         retry_after: the header.
         content: the JSON of the answer, or the text of a stream.
     """
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def latency(self) -> float:
-        """Seconds from when it was due."""
+        """Seconds since it was due."""
         return float("inf") if self.end is None else self.end - self.due
 
 
@@ -94,7 +94,7 @@ class _Client:
         self.answers: list[Answer] = []
 
     async def run(self) -> None:
-        """Sends everything, and waits for the answers."""
+        """Sends all requests, and waits for the answers."""
         tasks = [task async for task in self._sent()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=_PATIENCE)
@@ -141,7 +141,7 @@ class _Client:
         return answer
 
     async def _text(self, answer: Answer, response: httpx.Response) -> str:
-        """The text of the events of a chat completion."""
+        """Returns the text of a chat completion's events."""
         texts = []
         async for line in response.aiter_lines():
             if line.startswith("data:") and not line.endswith("[DONE]"):

@@ -1,9 +1,9 @@
-"""What clients ask of a `fastgen-serve` that runs, for locust (https://locust.io), which is installed beside it:
+"""Requests to a running `fastgen-serve`, for locust (https://locust.io), which must be installed separately:
 
     locust -f benchmarks/serving/locustfile.py --host http://localhost:8000 --headless -u 16 -t 60s
 
-Each user asks for completions with one of several sets of options, one after another. Every answer but 200 is a
-failure, and so is one without text.
+Each user requests completions with one of several sets of options, one after another. Every status but 200 is a
+failure, and so is an answer without text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models to serve, as folders: shapes of well-known ones, with random weights and words that are numbers."""
+"""Models to serve, as folders: shapes of well-known models, with random weights and numbers as words."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from benchmarks import smollm2
 from benchmarks.workloads import encoders
 from benchmarks.workloads.shapes import opus_mt
 
-SHORTEST, LONGEST = 5, 60  # words of a sentence
+SHORTEST, LONGEST = 5, 60  # words in a sentence
 _FIRST = 10  # token of the first word
-# The pairs of dimensions that say where a word stands: those of the highest frequencies. The others say which word.
+# The pairs of dimensions that encode a word's position: those of the highest frequencies. The others encode the word.
 _PLACES = 32
-# How sharply cross-attention looks at the place of the next word.
+# How sharply cross-attention focuses on the next word's position.
 _SHARP = 20.0
-# How far what it finds there outweighs the word before, and how far the LM head is from chance: words that are right
-# have probabilities of about 0.9.
+# How strongly its result outweighs the previous word, and the scale of the LM head: right words have probabilities of
+# about 0.9.
 _FOUND, _SURE = 4.0, 0.7
 
 
 def bert_base(folder: Path, **changes: Any) -> Path:
-    """BERT-base's shape: 12 layers of width 768."""
+    """Writes a model of BERT-base's shape: 12 layers of width 768."""
     torch.manual_seed(0)
     model = encoders.bert_base(**changes).eval()
     model.save_pretrained(folder)
@@ -33,14 +33,14 @@ def bert_base(folder: Path, **changes: Any) -> Path:
 
 
 def translator(folder: Path, **changes: Any) -> Path:
-    """opus-mt's shape. It translates each word by itself, and ends where the sentence ends.
+    """Writes a model of opus-mt's shape. It translates each word separately, and ends where the sentence ends.
 
-    Weights are random, but for what makes it do so. The cross-attention of the last layer looks at the word of the
-    sentence that stands where the next one is to stand, and the LM head answers that word. So the beams beside the best
-    one have another word here or there, and end where it does, as those of a trained model do, about.
+    Its weights are random except for this behaviour. The last layer's cross-attention attends to the source word at the
+    next position, and the LM head outputs that word. The other beams therefore differ from the best one in a word here
+    or there, and end at about the same length, as in a trained model.
     """
     torch.manual_seed(0)
-    # Layers add little to what the embeddings say.
+    # Keeps layers from changing the embeddings much.
     model = opus_mt(init_std=0.005, tie_word_embeddings=False, **changes).eval()
     with torch.no_grad():
         _plant(model)
@@ -55,14 +55,14 @@ def _plant(model: Any) -> None:
     config, width = model.config, model.config.d_model
     # Sines of all frequencies come first, then cosines.
     places = [*range(_PLACES), *range(width // 2, width // 2 + _PLACES)]
-    # Sines that are 0 at all places, about: what they are behind a layer norm, all others have lost.
+    # Sines that are about 0 at all positions: after a layer norm they show how much all dimensions were shifted.
     still = [*range(width // 2 - _PLACES, width // 2)]
     directions = torch.randn(config.vocab_size, width)
     directions[:, [*places, *still]] = 0
     directions = torch.nn.functional.normalize(directions, dim=-1)
     directions[config.pad_token_id] = 0
     for embedding in (model.model.shared, model.model.encoder.embed_tokens, model.model.decoder.embed_tokens):
-        embedding.weight.copy_(2 * directions)  # and as much more as `scale_embedding` says
+        embedding.weight.copy_(2 * directions)  # `scale_embedding` multiplies them further
     model.lm_head.weight.copy_(_SURE * directions)
     attention = model.model.decoder.layers[-1].encoder_attn
     where = torch.zeros(attention.head_dim, width)
@@ -79,22 +79,22 @@ def _plant(model: Any) -> None:
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Sentences of 5 to 60 words for `translator`."""
+    """Returns sentences of 5 to 60 words for `translator`."""
     numbers = random.Random(seed)
     lengths = [numbers.randint(SHORTEST, LONGEST) for _ in range(count)]
     return [" ".join(f"w{numbers.randrange(_FIRST, 50_000)}" for _ in range(length)) for length in lengths]
 
 
 def translation(sentence: str) -> str:
-    """What `translator` makes of a sentence, without EOS."""
+    """Returns `translator`'s translation of a sentence, without EOS."""
     return sentence
 
 
 def smollm2_from_bfloat16(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct in float32, with weights that are numbers of bfloat16, as those of its checkpoint are.
+    """Writes SmolLM2-135M-Instruct in float32, with weights rounded to bfloat16, as in its checkpoint.
 
     Raises:
-        RuntimeError: it is not there.
+        RuntimeError: it does not exist.
     """
     from benchmarks.workloads.smollm2_chat import smollm2_instruct_from_bfloat16, tokenizer_of
 
@@ -108,11 +108,11 @@ def smollm2_from_bfloat16(folder: Path) -> Path:
 
 
 def _words(size: int, ends: int | None, pads: int) -> Any:
-    """A tokenizer whose word for token 7 is "w7", with EOS behind each text if there is one."""
+    """Creates a tokenizer whose word for token 7 is "w7", and which appends EOS to each text if there is one."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    # Special tokens are found within words, too.
+    # Special tokens would also be found within words.
     special = {"pad_token": ("<pad>", pads), "unk_token": ("<unk>", 1)}
     special |= {} if ends is None else {"eos_token": ("</s>", ends)}
     names = {number: name for name, number in special.values()}

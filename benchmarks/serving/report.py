@@ -1,4 +1,4 @@
-"""What the clients saw as numbers, tables and pictures."""
+"""Summarises the clients' answers in numbers, tables and charts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from benchmarks.serving.load import Answer
 from benchmarks.tables import table
 
 _COLOURS = ("#b08968", "#9aa0a6", "#2a6f97", "#61a5c2", "#606c38", "#bc4749")
-_WARM = 0.2  # the part of a load at its beginning that does not count
+_WARM = 0.2  # the initial share of a load that does not count
 Row = dict[str, Any]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that so many percent of them do not exceed; infinite for none."""
+    """Returns the value that this percentage of them does not exceed; infinity if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else float("inf")
 
 
 def latencies(answers: Sequence[Answer]) -> Row:
-    """Percentiles of latency, in seconds. A refusal has none."""
+    """Returns percentiles of latency, in seconds. Refusals do not count."""
     good = [answer.latency for answer in answers if answer.status in (0, 200)]
     return {f"p{percent}": percentile(good, percent) for percent in (50, 95, 99)}
 
 
 def of(answers: Sequence[Answer], seconds: float, warm: float = _WARM) -> Row:
-    """The numbers of a load: what was asked and answered in a second, and latencies.
+    """Returns the numbers of a load: requests and answers per second, and latencies.
 
     Args:
         seconds: of the load.
-        warm: the part of it at its beginning that does not count.
+        warm: its initial share, which does not count.
     """
     begin, counted_seconds = warm * seconds, (1 - warm) * seconds
     counted = [answer for answer in answers if begin <= answer.due < seconds]
@@ -54,7 +54,7 @@ def of(answers: Sequence[Answer], seconds: float, warm: float = _WARM) -> Row:
 
 
 def is_level(counted: Sequence[Answer], done: int) -> bool:
-    """Whether a server keeps up: it answers what it is asked, and latency does not grow from third to third."""
+    """Returns whether a server keeps up: it answers its requests, and latency does not grow from third to third."""
     third = len(counted) // 3
     if not third or done < 0.9 * len(counted) or any(not answer.is_good for answer in counted):
         return False
@@ -63,16 +63,16 @@ def is_level(counted: Sequence[Answer], done: int) -> bool:
 
 
 def first_tokens(answers: Sequence[Answer], seconds: float, percent: float, warm: float = _WARM) -> float:
-    """Seconds until the first text of a stream, but of those that begin together at the beginning of the load."""
+    """Returns the seconds to a stream's first text, excluding the streams that start together with the load."""
     streams = [answer for answer in answers if answer.is_good and answer.due >= warm * seconds]
     return percentile([answer.first - answer.due for answer in streams if answer.first is not None], percent)
 
 
 def shown(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """Rows as a table.
+    """Formats rows as a table.
 
     Args:
-        columns: what a column is called, by the name of its value.
+        columns: titles of columns, by the names of their values.
     """
     return table(list(columns.values()), [[_text(row.get(name)) for name in columns] for row in rows]) + "\n"
 
@@ -86,7 +86,7 @@ def _text(value: Any) -> str:
 
 
 def curves(rows: Sequence[Row], by: str, title: str) -> bytes:
-    """The 50th and 95th percentiles of latency against what was asked in a second, a colour for each value of `by`.
+    """Plots the 50th and 95th percentiles of latency against the request rate, in a colour for each value of `by`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -109,7 +109,7 @@ def curves(rows: Sequence[Row], by: str, title: str) -> bytes:
 
 
 def write(folder: Path, name: str, rows: Sequence[Row], text: str) -> None:
-    """Writes NAME.json, with what the numbers depend on, and NAME.md. What is named `_...` is not written."""
+    """Writes NAME.json, with the machine and versions, and NAME.md. Omits columns named `_...`."""
     folder.mkdir(parents=True, exist_ok=True)
     about = machine.about(torch.device("cpu")) | {"commit": machine.commit()}
     kept = [{column: value for column, value in row.items() if not column.startswith("_")} for row in rows]

@@ -80,7 +80,7 @@ def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def write_summary(folder: Path, rows: Sequence[Row]) -> None:
-    """Prints the summary, and writes it and a picture for each padding."""
+    """Prints the summary, and writes it and a chart for each padding."""
     text = report.shown(summarised(rows), SUMMARY)
     print(text)
     write_whole(folder / "schedulers.md", f"{text}\n{report.shown(rows, COLUMNS)}".encode())
@@ -91,7 +91,7 @@ def write_summary(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def bodies(count: int = 2000) -> list[Any]:
-    """Requests for vectors of random tokens."""
+    """Returns requests for vectors of random tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = uniform(count).tolist()
     texts = (torch.randint(FIRST_WORD, VOCABULARY, (length,), generator=generator).tolist() for length in lengths)
@@ -99,7 +99,7 @@ def bodies(count: int = 2000) -> list[Any]:
 
 
 def summarised(rows: Sequence[Row]) -> list[Row]:
-    """For each scheduler what it can do, beside the others with the same padding."""
+    """Returns the throughput of each scheduler, compared with the others with the same padding."""
     made: dict[tuple[str, str], Row] = {}
     for key, group in itertools.groupby(rows, lambda row: (row["padding"], row["scheduler"])):
         closed, *opened = group
@@ -117,7 +117,7 @@ def summarised(rows: Sequence[Row]) -> list[Row]:
 
 
 def rate_at(rows: Sequence[Row], p95: float) -> float:
-    """The highest rate at which the 95th percentile is no more than that; between measurements, on straight lines."""
+    """Returns the highest rate with a 95th percentile of at most `p95`, interpolated linearly between measurements."""
     points = sorted((row["asked"], row["p95"]) for row in rows)
     best = points[0][0] if points and points[0][1] <= p95 else 0.0
     for (rate, low), (next_rate, high) in itertools.pairwise(points):

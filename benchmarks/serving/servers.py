@@ -1,4 +1,4 @@
-"""The servers, each in processes of its own, which end with the block that started them."""
+"""Starts the servers, each in processes of its own, which end with the block that started them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks import ROOT, processes
 
-# Seconds in which a model is loaded and warmed up.
+# Seconds within which a model must be loaded and warmed up.
 _PATIENCE = 300.0
 
 
@@ -31,14 +31,14 @@ class Server:
 
     Attributes:
         url: its address.
-        process: the one that was started; it may have started others.
+        process: the started process; it may have started others.
     """
 
     url: str
     process: subprocess.Popen[bytes]
 
     def memory(self) -> int:
-        """Bytes of the resident sets of all of its processes."""
+        """Returns the bytes of the resident sets of all of its processes."""
         own = psutil.Process(self.process.pid)
         return sum(each.memory_info().rss for each in (own, *own.children(recursive=True)))
 
@@ -50,13 +50,13 @@ class Server:
 def fastgen_serve(
     name: str, folder: Path, *options: str, environment: Mapping[str, str] = {}
 ) -> AbstractContextManager[Server]:
-    """`fastgen-serve` with a model."""
+    """Starts `fastgen-serve` with a model."""
     return started("/ready", "fastgen_serve.main", f"{name}={folder}", *options, environment=environment)
 
 
 @contextlib.contextmanager
 def started(ready: str, *words: str, environment: Mapping[str, str] = {}) -> Iterator[Server]:
-    """A module as a server that takes `--port`, from when it answers at the path `ready`. Its log is not kept."""
+    """Starts a module as a server that takes `--port`, and waits until the path `ready` answers. Discards its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -71,7 +71,7 @@ def started(ready: str, *words: str, environment: Mapping[str, str] = {}) -> Ite
             yield server
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and those that it has started
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
             process.wait()
 
 

@@ -1,9 +1,10 @@
-"""What a team writes around a library to serve translation: FastAPI, and batches of what comes within milliseconds.
+"""What a team typically writes to serve translation with a library: FastAPI, and batches of requests that arrive within
+milliseconds.
 
     python -m benchmarks.serving.service transformers FOLDER --wait-ms 20 --port 8001
 
-A batch has up to 16 sentences, padded to the longest, and waits for others no longer than that. One runs at a time, in
-a thread. Nothing here is FastGen's.
+A batch has up to 16 sentences, padded to the longest, and waits at most this long for others. One batch runs at a time,
+in a thread. Nothing here is FastGen's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Translate = Callable[[Sequence[str]], list[str]]
 
 
 def over_transformers(folder: str) -> Translate:
-    """With `generate`."""
+    """Translates with `generate`."""
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -41,7 +42,7 @@ def over_transformers(folder: str) -> Translate:
 
 
 def over_ctranslate2(folder: str) -> Translate:
-    """With CTranslate2, on what its converter has made of the model (`translation.convert`), in float32."""
+    """Translates with CTranslate2, on its conversion of the model (`translation.convert`), in float32."""
     import ctranslate2
     import torch
     from transformers import AutoTokenizer
@@ -61,7 +62,7 @@ def over_ctranslate2(folder: str) -> Translate:
 
 
 class _Waiting(NamedTuple):
-    """A sentence, how long it waits for others, in the loop's time, and what gets its translation."""
+    """A sentence, how long it waits for others, in the loop's time, and the future of its translation."""
 
     text: str
     until: float
@@ -69,7 +70,7 @@ class _Waiting(NamedTuple):
 
 
 class Batches:
-    """Runs what comes within some seconds together: `wait`, unless there are 16."""
+    """Batches the sentences that arrive within `wait` seconds, up to 16."""
 
     def __init__(self, translate: Translate, wait: float) -> None:
         self._translate, self._wait = translate, wait

@@ -43,7 +43,7 @@ def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
         name = "smollm2" if side == "fastgen" else str(model)
         with _started(side, model) as server:
             url = f"{server.url}/v1/chat/completions"
-            run(Load(url, bodies(name), seconds / 4, clients=CLIENTS, streams=True))  # a warm-up
+            run(Load(url, bodies(name), seconds / 4, clients=CLIENTS, streams=True))  # warm-up
             answers = run(Load(url, bodies(name), seconds, clients=CLIENTS, streams=True))
         good = [answer for answer in answers if answer.is_good]
         if not good:
@@ -60,12 +60,12 @@ def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def texts_of(good: Sequence[Answer]) -> dict[int, str]:
-    """What was answered, by question."""
+    """Returns the answers by question."""
     return {answer.body: answer.content for answer in good}
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Adds how many times as many tokens per second `fastgen` has made, and how many answers are the same."""
+    """Adds how many times as many tokens per second `fastgen` generated, and how many answers are equal."""
     own = next((row for row in rows if row["side"] == "fastgen"), None)
     for row in rows:
         if own is not None and row is not own:
@@ -83,6 +83,6 @@ def _started(side: str, model: Path) -> AbstractContextManager[Server]:
 
 
 def bodies(name: str) -> list[Any]:
-    """Requests of a chat."""
+    """Returns chat requests."""
     common = {"model": name, "max_tokens": TOKENS, "temperature": 0, "stream": True}
     return [{**common, "messages": [{"role": "user", "content": question}]} for question in QUESTIONS]

@@ -46,7 +46,7 @@ def measured(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def convert(model: Path) -> None:
-    """Writes the model as CTranslate2 reads it, in a folder beside it."""
+    """Writes the model in CTranslate2's format, in a folder beside it."""
     from transformers import AutoModelForSeq2SeqLM
 
     from benchmarks.backends import ctranslate2
@@ -66,7 +66,7 @@ def _measured(side: str, model: Path, seconds: float) -> Row:
         words = ["benchmarks.serving.service", kind, str(model), "--wait-ms", wait]
         started, path, bodies = servers.started("/ready", *words), "/translate", [{"text": text} for text in texts]
     with started as server:
-        run(Load(f"{server.url}{path}", bodies, seconds / 4, clients=CLIENTS))  # a warm-up, of all sizes of batches
+        run(Load(f"{server.url}{path}", bodies, seconds / 4, clients=CLIENTS))  # warms up all batch sizes
         answers = run(Load(f"{server.url}{path}", bodies, seconds, clients=CLIENTS))
     good = [answer for answer in answers if answer.is_good]
     if not good:
@@ -82,7 +82,7 @@ def _text(content: Any) -> str:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Adds how many times as many tokens per second `fastgen` has made as each other server, at its best."""
+    """Adds how many times as many tokens per second `fastgen` generated as each other server, from its best run."""
     own = max((row["tokens"] for row in rows if row["side"] == "fastgen"), default=None)
     for row in rows:
         row["times"] = own / row["tokens"] if own and row["tokens"] and row["side"] != "fastgen" else None

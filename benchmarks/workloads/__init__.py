@@ -6,7 +6,7 @@ from importlib import import_module
 
 from benchmarks.workload import Workload
 
-# What takes long comes last, so that an interrupted run has most of the results.
+# Slow ones come last, so that an interrupted run has most of the results.
 _MODULES = (
     "gpu_models",
     "first_call",
@@ -23,5 +23,5 @@ _MODULES = (
 
 
 def all_workloads() -> list[Workload]:
-    """Every workload, in the order in which they run."""
+    """Returns every workload, in the order in which they run."""
     return [workload for name in _MODULES for workload in import_module(f"{__name__}.{name}").WORKLOADS]

@@ -1,10 +1,10 @@
 """Commands over a file, with Moses detokenising, from end to end, each run in a process of its own.
 
-* `fastgen-generate` with the small trained model of the examples on its held-out sources, repeated as often as needed.
-  Its times are those of its report: from the first record read until the output is in place, without loading the model.
-* `fastgen-generate-for-fairseq` against FairSeq's own command. The text of the examples is split into words by Moses,
-  preprocessed by FairSeq, and a small model is trained on it for a minute or less: its outputs end where a model's
-  outputs end, and have words to be put together. A time is that of the process, from its start to its end.
+* `fastgen-generate` with the examples' small trained model on its held-out sources, repeated as often as needed. Times
+  are from its report: from the first record read until the output is in place, without loading the model.
+* `fastgen-generate-for-fairseq` against FairSeq's own command. Moses splits the examples' text into words, FairSeq
+  preprocesses it, and a small model is trained on it for at most a minute: its outputs end as a real model's do, and
+  have words to be put together. A time is that of the process, from its start to its end.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _MESSAGE = re.compile(
 
 
 class Run(NamedTuple):
-    """What a command did: the lines that must be those of the other one, and where its seconds went.
+    """The results of a command: the lines that must equal the other one's, and the parts of its time.
 
     It generated, and waited meanwhile to hand over outputs; then it finished. With queues as long as the input, a
-    pipeline that cannot keep up would show in finishing alone. `stats` are FastGen's counts, if the command tells.
+    pipeline that cannot keep up would only show in finishing. `stats` are FastGen's counts, if the command reports
+    them.
     """
 
     lines: Sequence[str]
@@ -50,7 +51,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Workload):
-    """A command without FastGen and with it. Attributes: how many `outputs`, and the command's `options`."""
+    """A command without FastGen and with it. Attributes: the number of `outputs`, and the command's `options`."""
 
     outputs: int
     options: tuple[str, ...]
@@ -59,11 +60,11 @@ class Command(Workload):
 
     @abstractmethod
     def prepare(self, context: Context, folder: Path) -> None:
-        """Writes inputs."""
+        """Writes the inputs."""
 
     @abstractmethod
     def once(self, context: Context, folder: Path, is_fast: bool) -> tuple[float, Run]:
-        """Runs it; returns its seconds, and what it did."""
+        """Runs the command; returns its seconds and results."""
 
     def run(self, context: Context, record: Record) -> None:
         record.parameters = {"outputs": self.outputs, "options": [*self.options]}
@@ -81,7 +82,7 @@ class Command(Workload):
         record.identical = not any(differing)
         record.notes += [f"{count} of {len(expected)} lines differ" for count in differing if count]
         fast = found[self.subject]
-        # The largest of the runs: a promise about waiting has to hold in each.
+        # The maximum over runs: the promise about waiting must hold in each.
         record.metrics["waiting_percent"] = max(100 * run.waited / run.generate for run in fast)
         held_up = [(run.waited + run.finish) / (run.generate + run.finish) for run in fast]
         record.metrics["held_up_percent"] = 100 * max(held_up)
@@ -100,7 +101,7 @@ def _whole(lines: Sequence[str], count: int) -> Sequence[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(Command):
-    """`fastgen-generate`. Attributes: `model` and `inputs` are what it is run on."""
+    """`fastgen-generate`. Attributes: the `model`, and the `inputs` to run it on."""
 
     options: tuple[str, ...] = ("--detokenizer", "moses", "--lang", "en", "--batch-size", "16")
     model: Path = ROOT / "examples" / "models" / "kjv-bart"
@@ -126,8 +127,8 @@ class FairSeqGenerate(Command):
     """`fastgen-generate-for-fairseq`.
 
     Attributes:
-        updates: of the model, before.
-        width: of the model; its inner width is four times as much.
+        updates: of the model's training.
+        width: of the model; its inner width is four times as large.
         layers: of the encoder, and of the decoder.
     """
 
@@ -150,7 +151,7 @@ class FairSeqGenerate(Command):
         record.parameters |= {"layers": self.layers, "width": self.width, "updates": self.updates}
 
     def prepare(self, context: Context, folder: Path) -> None:
-        """Data of so many sources, and a model. A repeated source is generated as often as it is there."""
+        """Prepares data with `outputs` sources, and a model. Repeated sources are generated each time."""
         from sacremoses import MosesTokenizer
 
         moses = MosesTokenizer("en")
@@ -198,7 +199,7 @@ class FairSeqGenerate(Command):
 
 
 def _texts(output: str) -> list[str]:
-    """Sources, references, detokenised outputs without their score, and the line of the scores."""
+    """Returns sources, references, detokenised outputs without their score, and the line of the scores."""
     lines = [line for line in output.splitlines() if re.match(r"[STD]-\d+\t|Generate ", line)]
     return sorted(re.sub(r"^(D-\d+)\t\S+", r"\1", line) for line in lines)
 

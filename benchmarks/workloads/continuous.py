@@ -1,11 +1,11 @@
-"""Many requests whose outputs differ in length: static batches against `fastgen.Engine`.
+"""Many requests with outputs of different lengths: static batches against `fastgen.Engine`.
 
-Each request has a limit of its own, as a text has that ends somewhere. Static batches are sorted by the length of the
-prompts; a criterion ends each row at its limit, and finished rows leave the batch where FastGen takes them out. Sides:
+Each request has its own limit, to stand for a text's end. Static batches are sorted by the length of the prompts; a
+criterion ends each row at its limit, and finished rows leave the batch if FastGen compacts it. Sides:
 
 * transformers: `generate` unpatched;
 * fastgen-static: the same, patched;
-* fastgen: the engine, with as many rows.
+* fastgen: the engine, with the same number of rows.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class _Limits(StoppingCriteria):
         self._ends = torch.tensor(limits).repeat_interleave(rows) + prompt
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        # Of a beam search, all candidates of an input are asked about.
+        # Beam search evaluates all candidates of an input.
         return input_ids.shape[1] >= self._ends.repeat_interleave(len(input_ids) // len(self._ends))
 
 
 class _Requests(NamedTuple):
-    """Requests to a model. Attributes: of each one the `prompts` and the `limits` of new tokens."""
+    """Requests to a model. Attributes: the `prompts` and the `limits` of new tokens, for each."""
 
     model: Any
     prompts: list[list[int]]
@@ -54,7 +54,7 @@ class _Requests(NamedTuple):
     beams: int
 
     def unpatched(self) -> list[list[int]]:
-        """The new tokens of each request."""
+        """Returns the new tokens of each request."""
         with fastgen.disabled():
             return self.static()
 
@@ -101,8 +101,8 @@ class Continuous(Workload):
 
     Attributes:
         shape: makes the model.
-        requests: how many.
-        prompts, outputs: the shortest and the longest.
+        requests: their number.
+        prompts, outputs: the shortest and the longest length.
         slots: rows of a step.
         beams: of each request.
     """
@@ -135,7 +135,7 @@ class Continuous(Workload):
         record.notes.append(f"{stats['steps']} steps, {100 * record.metrics['busy']:.0f} % of their slots taken")
 
     def drawn(self, context: Context) -> _Requests:
-        """The model, and requests to it."""
+        """Returns the model, and requests to it."""
         model = self.shape().to(context.device).eval()
         model.generation_config.eos_token_id = None
         model.generation_config.forced_eos_token_id = None

@@ -1,8 +1,8 @@
-"""Encoders on texts with and without padding, in float32: Transformers, and FastGen with `padding="zero"`, as programs
-have it that look at real tokens alone.
+"""Encoders on texts with and without padding, in float32: Transformers, and FastGen with `padding="zero"`, for programs
+that only read real tokens.
 
-all-MiniLM-L6-v2 is that of the installed package (`benchmarks.minilm`), or its shape with random weights. Lengths of
-the mixture are 3 to 400 tokens, log-normal, 40 in the mean, in the order they come. Recorded passes are recorded before
+all-MiniLM-L6-v2 comes from the installed package (`benchmarks.minilm`), or is its shape with random weights. The
+mixture's lengths are 3 to 400 tokens, log-normal with mean 40, in random order. Forward passes are captured before
 they are timed.
 """
 
@@ -26,23 +26,23 @@ from fastgen.optimizer.transformers.captured import pays
 
 FIRST_WORD, VOCABULARY = 1000, 20000
 SEED = 1
-_PROMISED = 1e-5  # the difference, as a part of the largest number
+_PROMISED = 1e-5  # the relative difference to the largest number
 
 
 def mixture(count: int, longest: int = 400) -> Tensor:
-    """[count]: lengths of texts, 3 to 400 tokens, about 40 in the mean."""
+    """Returns lengths of texts [count], 3 to 400 tokens, with a mean of about 40."""
     generator = random.Random(SEED)
     return torch.tensor([min(longest, max(3, int(generator.lognormvariate(3.3, 0.9)))) for _ in range(count)])
 
 
 def uniform(count: int, longest: int = 100) -> Tensor:
-    """[count]: lengths from 2 to 100 tokens (Fang et al., "TurboTransformers", PPoPP 2021, section 6)."""
+    """Returns lengths [count] from 2 to 100 tokens (Fang et al., "TurboTransformers", PPoPP 2021, section 6)."""
     generator = random.Random(SEED)
     return torch.tensor([generator.randint(2, longest) for _ in range(count)])
 
 
 def minilm(**changes: Any) -> Any:
-    """all-MiniLM-L6-v2, or a model of its shape: 6 layers of width 384."""
+    """Returns all-MiniLM-L6-v2, or a model of its shape: 6 layers of width 384."""
     import transformers
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -62,10 +62,10 @@ def bert_base(**changes: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding(Generation):
-    """The states at real tokens of texts, in padded batches.
+    """The hidden states at real tokens of texts, in padded batches.
 
     Attributes:
-        batch: how many texts; `length` is that of the longest.
+        batch: number of texts; `length` is that of the longest.
         of_a_batch: texts that are encoded together.
     """
 
@@ -83,7 +83,7 @@ class Encoding(Generation):
         return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
     def generate(self, model: Any, inputs: dict[str, Tensor], new_tokens: int = 0) -> Tensor:
-        """[tokens, width]."""
+        """Returns the hidden states [tokens, width]."""
         found = []
         batches = (inputs[name].split(self.of_a_batch) for name in ("input_ids", "attention_mask"))
         with torch.inference_mode():
@@ -97,11 +97,11 @@ class Encoding(Generation):
         return [self.baseline, self.subject]
 
     def check(self, record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
-        """Whether FastGen's numbers are those of Transformers, but for a part of the largest one of all."""
+        """Checks that FastGen's numbers equal Transformers', up to a fraction of the largest one."""
         expected, found = (outcomes[name][0].tokens for name in (self.baseline, self.subject))
         difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
         record.metrics["difference"] = difference
-        record.identical = difference <= _PROMISED  # NaN is no agreement
+        record.identical = difference <= _PROMISED  # false for NaN
         record.notes.append(f"the largest difference is {difference:.1e} of the largest number")
 
 
@@ -132,7 +132,7 @@ WORKLOADS = [
             batch=20,
             length=length,
             of_a_batch=1,
-            warm_ups=-(-pays.PASSES // 20),  # as often as a pass must have come to be recorded
+            warm_ups=-(-pays.PASSES // 20),  # as many forward passes as a capture needs
         )
         for length in (10, 40, 200)
     ),

@@ -1,8 +1,8 @@
-"""FairSeq's own models: translation in the shape of the WMT systems, and a language model behind a long prefix.
+"""FairSeq's own models: translation in the shape of the WMT systems, and a language model after a long prefix.
 
 All backends are FairSeq's `SequenceGenerator` on the same random weights: "fairseq" is FairSeq alone, "fastgen-fairseq"
-FairSeq with FastGen, and "fastgen-fairseq-plain" the same with torch's own matrix products. The tokens that are
-compared are those of all hypotheses, not of the best ones alone.
+FairSeq with FastGen, and "fastgen-fairseq-plain" the same with torch's own GEMM. The comparison covers the tokens of
+all hypotheses, not only of the best ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.record import Record
 from benchmarks.workload import Context, Generation, Outcome
 
 PLAIN = "fastgen-fairseq-plain"
-# Random weights give every word about the same probability; this much larger, they prefer few, as trained ones do.
+# Random weights give all words similar probabilities; scaled by this, they prefer a few, as trained weights do.
 _CONTRAST = 3.0
 
 
@@ -33,7 +33,7 @@ class Model(NamedTuple):
 
 
 def transformer_big(vocabulary: int, **changes: Any) -> Model:
-    """`transformer_vaswani_wmt_en_de_big` with one vocabulary for both languages: 6 + 6 layers of width 1024."""
+    """Builds `transformer_vaswani_wmt_en_de_big` with one vocabulary for both languages: 6 + 6 layers of width 1024."""
     from fairseq.models.transformer import TransformerModel, transformer_vaswani_wmt_en_de_big
 
     arguments = Namespace(share_all_embeddings=True, max_source_positions=1024, max_target_positions=1024, **changes)
@@ -42,7 +42,7 @@ def transformer_big(vocabulary: int, **changes: Any) -> Model:
 
 
 def transformer_lm_gpt2(vocabulary: int, **changes: Any) -> Model:
-    """`transformer_lm` in the shape of GPT-2, 124 million parameters: 12 layers of width 768, tied embeddings."""
+    """Builds `transformer_lm` in GPT-2's shape, 124 million parameters: 12 layers of width 768, tied embeddings."""
     from fairseq.models.transformer_lm import TransformerLanguageModel, transformer_lm_gpt
 
     arguments = Namespace(
@@ -70,7 +70,7 @@ class InFairSeq(Generation):
 
     Attributes:
         shape: makes the model; takes the size of the vocabulary and changes to the architecture.
-        vocabulary: words, the special ones included.
+        vocabulary: number of words, special ones included.
         beams: of the search.
         longest: tokens of the longest hypothesis.
     """
@@ -85,7 +85,7 @@ class InFairSeq(Generation):
 
     @abstractmethod
     def sources(self) -> Tensor:
-        """Random tokens, [batch, length]; padding is 1, the end token is 2."""
+        """Returns random tokens, [batch, length]; padding is 1, the end token is 2."""
 
     def build(self, device: torch.device) -> tuple[Model, dict[str, Tensor]]:
         torch.manual_seed(self.seed)
@@ -102,14 +102,14 @@ class InFairSeq(Generation):
         return {**super().parameters(), "vocabulary": self.vocabulary, "beams": self.beams}
 
     def backends_in(self, context: Context) -> list[str]:
-        """The library alone, FastGen, and where it packs weights FastGen without; all must make the same tokens."""
+        """Returns the library alone, FastGen, and FastGen without packed weights if it packs any; all must agree."""
         both = [self.baseline, self.subject]
         return [*both, PLAIN] if context.device.type == "cpu" else both
 
     def run(self, context: Context, record: Record) -> None:
         try:
             import fairseq
-        except Exception as error:  # on a current Python an import of FairSeq may fail with anything
+        except Exception as error:  # on a current Python, importing FairSeq may raise any error
             record.skipped[self.baseline] = f"FairSeq cannot be imported ({type(error).__name__}: {error})"
             return
         super().run(context, record)
@@ -117,13 +117,13 @@ class InFairSeq(Generation):
 
     def check(self, record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
         super().check(record, ready, outcomes)
-        # Work that is less than it should be is none to measure.
+        # A measurement of less than the intended work is invalid.
         found = outcomes[self.baseline][0].tokens.shape[1]
         if found != self.longest:
             record.errors.append(f"the longest hypothesis has {found} tokens instead of {self.longest}")
 
     def _hypotheses(self, model: Model, inputs: dict[str, Tensor], search: dict[str, Any], **arguments: Any) -> Tensor:
-        """The tokens of all hypotheses, [batch * beams, longest]."""
+        """Returns the tokens of all hypotheses, [batch * beams, longest]."""
         from fairseq.data.data_utils import collate_tokens
         from fairseq.sequence_generator import SequenceGenerator
 
@@ -135,14 +135,14 @@ class InFairSeq(Generation):
 
 @dataclass(frozen=True, kw_only=True)
 class Translation(InFairSeq):
-    """Sources from `shortest` to `length` tokens, each with outputs about as long as it is; the search sees to that.
+    """Sources from `shortest` to `length` tokens; the search makes each output about as long as its source.
 
-    Sentences end at different times, as they do with a trained model, and leave the batch then.
+    Sentences end at different times, as with a trained model, and then leave the batch.
     """
 
     def sources(self) -> Tensor:
         tokens = torch.randint(4, self.vocabulary, (self.batch, self.length))
-        # As FairSeq's datasets make a batch: the longest first, padding on the left.
+        # As in batches of FairSeq's datasets: the longest first, padding on the left.
         lengths = self._lengths()
         assert lengths is not None
         for row, length in zip(tokens, lengths.flip(0).tolist(), strict=True):
@@ -153,7 +153,7 @@ class Translation(InFairSeq):
     def generate(self, model: Model, inputs: dict[str, Tensor], new_tokens: int) -> Tensor:
         from fairseq.search import LengthConstrainedBeamSearch
 
-        # The search counts the words of a source without its end token; the outputs get one on top.
+        # The search counts the words of a source without its end token; outputs get one in addition.
         whole = new_tokens == self.new_tokens
         factor, words = (1, 0) if whole else (0, new_tokens - 1)
         strategy = LengthConstrainedBeamSearch(model.dictionary, factor, words, factor, words)
@@ -162,13 +162,13 @@ class Translation(InFairSeq):
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation(InFairSeq):
-    """A language model that goes on behind a prefix of `length` tokens, as its task does it."""
+    """A language model that continues a prefix of `length` tokens, as in its FairSeq task."""
 
     def sources(self) -> Tensor:
         return torch.randint(4, self.vocabulary, (self.batch, self.length))
 
     def generate(self, model: Model, inputs: dict[str, Tensor], new_tokens: int) -> Tensor:
-        # FairSeq alone takes a step for each token of the prefix: a short one will do to warm up.
+        # FairSeq alone takes a step for each token of the prefix: a short one suffices for the warm-up.
         if new_tokens < self.new_tokens:
             inputs = {"src_tokens": inputs["src_tokens"][:, :8], "src_lengths": inputs["src_lengths"].clamp(max=8)}
         longest = inputs["src_tokens"].shape[1] + new_tokens - 1

@@ -1,13 +1,14 @@
-"""A fresh process: what `import fastgen` costs, and one call from the start of Python to its end.
+"""A fresh process: the cost of `import fastgen`, and one call from the start of Python to its end.
 
-Imports are measured by the clock of the interpreter. Their backends:
+The interpreter's clock measures imports. Their backends:
 
 * import torch;
 * import fastgen: in an interpreter that has imported nothing else;
-* import fastgen after torch: what it adds to a program that uses torch;
-* import fastgen after transformers: what it adds where the patches are applied at once, operators loaded.
+* import fastgen after torch: its cost in a program that uses torch;
+* import fastgen after transformers: its cost if the patches are applied at once, operators loaded.
 
-A call is imports, loading the model, and 20 new tokens. Its time is that of the whole process, by this one's clock.
+A call consists of imports, loading the model, and 20 new tokens. Its time is that of the whole process, measured from
+this process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _IMPORTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Imports(Workload):
-    """Seconds of imports."""
+    """Measures imports."""
 
     repetitions: int = 7
     quick_repetitions: int = 3
@@ -59,7 +60,7 @@ class Imports(Workload):
 
     def run(self, context: Context, record: Record) -> None:
         runs = {name: partial(self._seconds, context, *statements) for name, *statements in _IMPORTS}
-        alternate(runs, 1)  # compiles to byte code, and brings the files into memory
+        alternate(runs, 1)  # compiles to byte code, and fills the file cache
         record.take(alternate(runs, self.repetitions_in(context), context.log))
         medians = {name: 1e3 * found["median"] for name, found in record.backends.items()}
         record.metrics["alone_minus_torch_ms"] = medians[_FASTGEN] - medians[_TORCH]
@@ -75,7 +76,7 @@ class Imports(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstCall(Workload):
-    """Attributes: the `work` of the call."""
+    """Measures a first call. Attributes: its `work`."""
 
     work: Generation
     repetitions: int = 7
@@ -104,7 +105,7 @@ class FirstCall(Workload):
 
 
 def _whole_process(side: Side, work: Mapping[str, Any]) -> tuple[float, tuple[float, Outcome]]:
-    """Seconds of the process; seconds of the call in it, and what it gave.
+    """Returns the seconds of the process, the seconds of the call in it, and its result.
 
     Raises:
         RuntimeError: the process failed.

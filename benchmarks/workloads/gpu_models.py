@@ -1,11 +1,11 @@
-"""Workloads for an NVIDIA GPU, those that tell most first: a check that has to end may not come to the last ones.
+"""Workloads for an NVIDIA GPU, the most informative first: a check with a time limit may not reach the last ones.
 
 They are the models of the FastSeq paper's tables, as shapes with random weights, in float16; and Llama-7B.
 
-Yan et al., "FastSeq: Make Sequence Generation Faster" (ACL 2021), table 1. All sequences get as many new tokens as the
-longest may have: random weights do not end a text, and the work is the same for every backend. In half precision
-two sums of the same numbers in another order may differ in the last bit, and random weights have many tokens of almost
-the same probability. So the share of equal sequences is reported, and only trained models can judge it.
+Yan et al., "FastSeq: Make Sequence Generation Faster" (ACL 2021), table 1. All sequences get the maximum number of new
+tokens: random weights do not end a text, and the work is the same for every backend. In half precision a different
+order of summation may change the last bit, and random weights give many tokens almost the same probability. The share
+of equal sequences is therefore reported, but only trained models can judge it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class OnGpu(Generation):
 class WeightBound(OnGpu):
     """A batch so small that a step takes as long as reading the weights.
 
-    The metric "mbu" is the model bandwidth utilisation: bytes of the weights times tokens per second, over the bytes
-    per second (read and written) of a large copy. Prefill counts as time; the embedding does not count as weights
-    unless it is the output layer as well: a step reads a row of it.
+    The metric "mbu" is the model bandwidth utilisation: bytes of the weights times tokens per second, divided by the
+    bytes per second (read and written) of a large copy. Prefill counts as time. The embedding counts as a weight only
+    if it is also the output layer: otherwise a step reads one row of it.
     """
 
     dtype: str = "bfloat16"
@@ -65,17 +65,17 @@ class WeightBound(OnGpu):
 
 
 def news_lengths(batch: int, longest: int) -> Tensor:
-    """[batch]: lengths as those of news articles in tokens, cut at the longest that the model takes.
+    """Returns lengths [batch] similar to those of news articles in tokens, capped at the model's maximum.
 
     Quantiles of a log-normal distribution with a mean of about 910 tokens and a standard deviation of half of that,
-    which is about what the articles of CNN/DM have (781 words on average).
+    similar to the articles of CNN/DM (781 words on average).
     """
     middle = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(batch, dtype=torch.float64) + 0.5) / batch)
     return (815 * (0.47 * middle).exp()).round().long().clamp(max=longest)
 
 
 def sentence_lengths(batch: int, longest: int) -> Tensor:
-    """[batch]: lengths as those of sentences to translate: from a few tokens to the longest, most of them short."""
+    """Returns lengths [batch] like those of sentences to translate: from a few tokens to the longest, mostly short."""
     places = (torch.arange(batch, dtype=torch.float64) + 0.5) / batch
     return (4 + (longest - 4) * places**2).round().long().clamp(max=longest)
 

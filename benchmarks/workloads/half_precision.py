@@ -1,9 +1,9 @@
-"""What half precision changes: BLEU and ROUGE of the examples' trained model, and the outputs that stay the same.
+"""The effect of half precision: BLEU and ROUGE of the examples' trained model, and the share of unchanged outputs.
 
 The model restores the held-out passages with 4 beams, unpatched and with FastGen, in float32 and in both half
-precisions. In float32 the outputs must be the same. In half precision the order of a sum decides now and then, so
-what counts are the scores: "bleu fp16" is by how much FastGen's differ from unpatched in the same precision, in points
-of 100, and "same fp16" the share of outputs that do not differ at all.
+precisions. In float32 the outputs must be equal. In half precision the order of summation sometimes decides, so that
+the scores matter: "bleu fp16" is the difference of FastGen's score from unpatched in the same precision, in points of
+100, and "same fp16" the share of equal outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCORES = {"bleu": ("bleu", "sacrebleu"), "rouge": ("rougeL", "rouge_score")}
 
 @dataclass(frozen=True, kw_only=True)
 class HalfPrecision(Workload):
-    """Attributes: `passages` to restore, the `dtypes`, and where model and passages are."""
+    """Attributes: the number of `passages` to restore, the `dtypes`, and the paths of the model and the passages."""
 
     passages: int
     batch: int = 64
@@ -81,7 +81,7 @@ class HalfPrecision(Workload):
     def _restore(
         self, way: str, dtype: str, metrics: tuple[str, ...], folder: Path, context: Context
     ) -> tuple[float, tuple[list[str], dict[str, float], dict[str, Any]]]:
-        """Seconds; the outputs, their scores, and what FastGen counted."""
+        """Returns the seconds; the outputs, their scores, and FastGen's counts."""
         from fastgen.pipeline import generate_dataset
 
         out = folder / f"{way}-{dtype}.txt"

@@ -1,8 +1,8 @@
 """One call of each kind of model, in the shape of a well-known one: summaries, translations, long prompts, samples.
 
-Those that begin with "small-" have little to gain, for the promise that no accelerated case is slower: short prompts
-and sources, few rows, no beams, lengths just on either side of what is worth sharing, padded batches. Their sizes are
-such that an unpatched run takes over a second on two cores.
+Those named "small-" have little to gain, and test the promise that no accelerated case is slower: short prompts and
+sources, few rows, no beams, lengths just below and above the threshold for sharing, padded batches. Their sizes make
+an unpatched run take over a second on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _call(
 def _translation(
     name: str, title: str, batch: int, options: dict[str, Any], further: tuple[str, ...] = _CT2
 ) -> Generation:
-    """Sentences in the shape of opus-mt."""
+    """Translates sentences in the shape of opus-mt."""
     title = f"opus-mt, {title}, source 32"
     return _call(f"opus-mt-{name}", opus_mt, title, batch, 32, 32, options, ("fastgen-hooks", *further), repetitions=7)
 

@@ -1,9 +1,9 @@
-"""What one user does from the start of a process on: calls of `generate` no two of which are alike.
+"""The session of one user from the start of a process: calls of `generate`, all of them different.
 
 Other workloads repeat one call, warmed up. Here each call has another prompt, another length and mostly another number
-of inputs, and whatever happens only once (first uses of the library, conversion of weights, captured steps) is in the
-times. Every backend has a fresh process, and they take turns call by call (`benchmarks.lockstep`). The import and the
-loading of the model are not in the times: `first_call` has them.
+of inputs, and its time includes all one-time work (first uses of the library, conversion of weights, captured steps).
+Every backend has a fresh process, and they alternate call by call (`benchmarks.lockstep`). Times exclude the import and
+the loading of the model, which `first_call` measures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TEXT = ROOT / "examples" / "data" / "heldout.ref.txt"
 
 
 class Request(NamedTuple):
-    """The sizes of a call: tokens of each input, and how many new ones."""
+    """The sizes of a call: tokens of each input, and the number of new ones."""
 
     lengths: tuple[int, ...]
     new_tokens: int
@@ -51,16 +51,16 @@ class Request(NamedTuple):
 class OrdinarySession(Workload):
     """The time of a backend is that of all calls of one process together; as a median, the sum of the calls' medians.
 
-    Calls that other work disturbed do not count where the same call of another process was not.
+    A call that other load disturbed does not count if the same call of another process was undisturbed.
 
     Attributes:
-        work: says what the longest call is: `shortest` and `length` are the tokens of an input, `new_tokens` the most
-            new ones; its batch plays no part.
+        work: defines the longest call: `shortest` and `length` are the tokens of an input, `new_tokens` the most new
+            ones; its batch is not used.
         fewest_new_tokens: of a call.
-        batches: what the number of inputs is drawn from.
-        calls: how many.
+        batches: the numbers of inputs to draw from.
+        calls: their number.
         seed: of the sizes and the inputs.
-        further_backends: what is measured beside the library and FastGen.
+        further_backends: backends besides the library and FastGen.
         repetitions: processes of each backend.
     """
 
@@ -84,7 +84,7 @@ class OrdinarySession(Workload):
         self._fill(record, requests, sessions, made)
 
     def requests(self) -> list[Request]:
-        """The sizes of the calls, no two of which are alike."""
+        """Returns the sizes of the calls, all of them different."""
         drawn, sizes = random.Random(self.seed), set[tuple[int, int, int]]()
         found: list[Request] = []
         assert self.work.shortest is not None
@@ -101,7 +101,7 @@ class OrdinarySession(Workload):
     def _prepare(
         self, context: Context, record: Record, requests: list[Request], made: Mapping[str, Backend], folder: Path
     ) -> tuple[list[Call], dict[str, Side]]:
-        """The inputs, and the model in the form that each backend reads. The model itself is gone afterwards."""
+        """Returns the inputs, and the model in each backend's format. The model itself is then released."""
         context.log("building the model")
         torch.manual_seed(self.work.seed)
         model = self.work.make_model(context.device)
@@ -134,7 +134,7 @@ class OrdinarySession(Workload):
     def _run(
         self, context: Context, record: Record, calls: list[Call], sides: dict[str, Side]
     ) -> dict[str, list[Session]]:
-        """For each backend its processes. A backend that failed in one of them has none."""
+        """Returns the processes of each backend. A backend that failed in one of them has none."""
         found: dict[str, list[Session]] = {name: [] for name in sides}
 
         def failed(name: str, error: Exception) -> None:
@@ -160,10 +160,10 @@ class OrdinarySession(Workload):
         sessions: dict[str, list[Session]],
         made: Mapping[str, Backend],
     ) -> None:
-        """Everything that the record says of these processes."""
+        """Fills in the record from these processes."""
         seconds = {name: numpy.array([run.seconds for run in runs]) for name, runs in sessions.items()}
         disturbed = {name: numpy.array([run.other_load for run in runs]) > BUSY for name, runs in sessions.items()}
-        # Each call's own median: of every process some calls may have been disturbed.
+        # The median of each call: other load may have disturbed different calls of each process.
         medians = {name: _medians(each, disturbed[name]) for name, each in seconds.items()}
         for name, runs in sessions.items():
             record.backends[name] = summary(seconds[name].sum(axis=1).tolist()) | {"version": runs[0].version}
@@ -191,7 +191,7 @@ class OrdinarySession(Workload):
             self._compare_calls(record, requests, ratios.tolist(), first[0] / first[1], sessions[SUBJECT])
 
     def _check_tokens(self, record: Record, sessions: dict[str, list[Session]], made: Mapping[str, Backend]) -> None:
-        """Each call against the same call of the library."""
+        """Compares the tokens of each call with the library's."""
         same: dict[str, list[float]] = {}
         for number in range(self.calls):
             of_call = Record(name="", title="", group="")
@@ -209,7 +209,7 @@ class OrdinarySession(Workload):
     def _compare_calls(
         self, record: Record, requests: list[Request], ratios: list[float], first: float, ours: list[Session]
     ) -> None:
-        """FastGen against the library, call by call; `first` is the ratio of the first ones together."""
+        """Compares FastGen with the library, call by call; `first` is the ratio of the first calls together."""
         stats = [[run.outcomes[number].stats.get(CAPTURED_STEP, {}) for run in ours] for number in range(self.calls)]
         captured = [all(each.get("accelerated") for each in of_call) for of_call in stats]
         for call, ratio, with_step in zip(record.parameters["calls"], ratios, captured, strict=True):
@@ -229,14 +229,14 @@ class OrdinarySession(Workload):
 
 
 def _medians(values: numpy.ndarray, disturbed: numpy.ndarray) -> numpy.ndarray:
-    """[calls], of values [processes, calls]: over the processes in which other work took no part; of all if none is."""
+    """Returns medians [calls] of values [processes, calls] over undisturbed processes; over all if none is."""
     left_out = disturbed & ~disturbed.all(axis=0)
     return numpy.nanmedian(numpy.where(left_out, numpy.nan, values), axis=0)
 
 
 @cache
 def _text() -> Tensor:
-    """The tokens of the example text in SmolLM2's vocabulary."""
+    """Returns the tokens of the example text in SmolLM2's vocabulary."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2.folder())
@@ -245,7 +245,7 @@ def _text() -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Continuation(Generation):
-    """Prompts are pieces of a text, whose tokens a trained model meets."""
+    """Takes prompts from a text, whose tokens a trained model knows."""
 
     def _draw_tokens(self, model: Any) -> Tensor:
         text = _text()

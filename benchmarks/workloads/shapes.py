@@ -1,4 +1,4 @@
-"""Models by the shape of well-known ones, with random weights: how fast they run does not depend on what they know.
+"""Models in the shapes of well-known ones, with random weights: speed does not depend on the weights' values.
 
 Each function takes changes to the configuration, which tests use to make the model tiny.
 """
@@ -11,12 +11,12 @@ from typing import Any
 def _bart(**config: Any) -> Any:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    # BART forces the last token of an output that is long enough; other toolkits generate it like any other.
+    # BART forces the last token of an output at the maximum length; other toolkits generate it like any other.
     return BartForConditionalGeneration(BartConfig(**{"forced_eos_token_id": None, **config}))
 
 
 def _layers(encoder: int, decoder: int, width: int, heads: int) -> dict[str, int]:
-    """The configuration of BART and Marian."""
+    """Returns sizes for the configurations of BART and Marian."""
     parts = {"encoder": encoder, "decoder": decoder}
     found = {f"{part}_layers": layers for part, layers in parts.items()}
     found |= {f"{part}_attention_heads": heads for part in parts}
@@ -42,7 +42,7 @@ def prophetnet_large(**changes: Any) -> Any:
     """ProphetNet-large: 12 + 12 layers of width 1024, predicting two tokens ahead, vocabulary of 30,522."""
     from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
 
-    # What the class has for defaults is this size.
+    # The class's defaults have this size.
     return ProphetNetForConditionalGeneration(ProphetNetConfig(**changes))
 
 
@@ -58,7 +58,7 @@ def opus_mt(**changes: Any) -> Any:
         "scale_embedding": True,
         **changes,
     }
-    # The last token is the padding, which the decoder starts from.
+    # The last token is the padding, from which the decoder starts.
     padding = config["vocab_size"] - 1
     tokens = {"pad_token_id": padding, "decoder_start_token_id": padding, "eos_token_id": 0, "bos_token_id": 0}
     return MarianMTModel(MarianConfig(forced_eos_token_id=None, **tokens, **config))
@@ -82,12 +82,12 @@ def gpt2(**changes: Any) -> Any:
     """GPT-2, 124 million parameters: 12 layers of width 768, vocabulary of 50,257."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    # What the class has for defaults is this size.
+    # The class's defaults have this size.
     return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=1, pad_token_id=1, **changes))
 
 
 def _llama(vocabulary: int, width: int, inner: int, layers: int, heads: tuple[int, int], **config: Any) -> Any:
-    """`heads` are those of queries, and of K/V."""
+    """`heads` are the numbers of query heads and K/V heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}

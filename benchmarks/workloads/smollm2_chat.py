@@ -1,9 +1,8 @@
-"""SmolLM2-135M-Instruct, a trained language model, on prompts of a chat: what one user or a few get.
+"""SmolLM2-135M-Instruct, a trained language model, on chat prompts: the performance that one user or a few get.
 
 The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits. Workloads in float32
-have weights that need 32 bits. "from-bfloat16" in a name says that they are numbers of bfloat16 in float32: what a user
-has who loads the published checkpoint with `dtype=torch.float32`. "smollm2-file" compares what reads the file of 4 bits
-as it is.
+have weights that need 32 bits. "from-bfloat16" in a name means bfloat16 values in float32, as a user has who loads the
+published checkpoint with `dtype=torch.float32`. "smollm2-file" compares backends that read the 4-bit file unchanged.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ QUESTIONS = (
 )
 
 _NOISE = 2e-3
-# It has no beams. Q4_1 is what the weights of the other backends were unpacked from.
+# llama.cpp has no beams. The other backends' weights were unpacked from Q4_1.
 _LLAMA_CPP = {"float32": ("llama.cpp-f32", "llama.cpp-q4_1"), "bfloat16": ("llama.cpp-bf16",)}
 
 
 def smollm2_instruct() -> Any:
-    """The model in float32, from the folder that the environment variable names."""
+    """Loads the model in float32, from the folder in the environment variable."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(smollm2.folder(), dtype=torch.get_default_dtype())
 
 
 def smollm2_instruct_from_bfloat16() -> Any:
-    """The same with weights in float32 that are numbers of bfloat16, as those of its published checkpoint are."""
+    """Returns the model with bfloat16 values in float32 weights, as in its published checkpoint."""
     model = smollm2_instruct()
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16).to(torch.float32)
@@ -59,7 +58,7 @@ def smollm2_instruct_from_bfloat16() -> Any:
 
 
 def smollm2_of_32_bits() -> Any:
-    """The same with weights that need all bits of float32: as they are unpacked they are 4 bits times a scale."""
+    """Returns the model with weights that need all bits of float32: unpacked weights are 4 bits times a scale."""
     model = smollm2_instruct().float()
     with torch.no_grad():
         for weight in model.parameters():
@@ -76,7 +75,7 @@ def tokenizer_of(folder: Path | str, padding_side: str = "left") -> Any:
 
 
 def chat_prompts(folder: Path, count: int, questions: Sequence[str] = QUESTIONS) -> dict[str, Tensor]:
-    """The first questions in the template of a chat, padded on the left: [count, length] of tokens and their mask."""
+    """Returns the first questions in the chat template, left-padded: [count, length] of tokens and their mask."""
     tokenizer = tokenizer_of(folder)
     chats = [[{"role": "user", "content": question}] for question in questions[:count]]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
@@ -86,7 +85,7 @@ def chat_prompts(folder: Path, count: int, questions: Sequence[str] = QUESTIONS)
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Generation):
-    """The first of some `questions`, as a chat's template has them, padded on the left."""
+    """Uses the first of some `questions` in the chat template, left-padded."""
 
     questions: tuple[str, ...] = QUESTIONS
     length: int = 40

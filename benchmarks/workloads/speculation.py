@@ -1,4 +1,4 @@
-"""Speculative decoding on real weights: FastGen with captured steps, without a draft ("fastgen-captured") and with."""
+"""Speculative decoding on real weights: FastGen with captured steps, without drafts ("fastgen-captured") and with."""
 
 from __future__ import annotations
 

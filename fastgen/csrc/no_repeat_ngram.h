@@ -1,7 +1,7 @@
-// No-repeat n-gram: everything that the CPU and the CUDA kernel share, which is all but how rows are handed out.
+// No-repeat n-gram: the code that the CPU and the CUDA kernel share, which is all but the distribution of rows.
 //
-// Only the stable C interface of torch is used (torch/csrc/stable), so one binary serves every Python version and
-// every torch from the one named by TORCH_TARGET_VERSION on.
+// It only uses torch's stable C interface (torch/csrc/stable), so that one binary serves every Python version and every
+// torch from TORCH_TARGET_VERSION on.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -23,15 +23,15 @@ namespace fastgen {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The valid length of each row. It is read where the rows are worked on (on a GPU, by the kernel), so that a captured
-// graph sees the lengths of the moment at which it is replayed.
+// The valid length of each row. It is read where the rows are processed (on a GPU, in the kernel), so that a captured
+// graph sees the lengths at replay.
 struct Lengths {
   const void* data;  // null: every row is full
   bool wide;         // int64, else int32
   int64_t stride;
   int64_t full;
 
-  // A length outside the row is clamped: it cannot be refused without waiting for the device, and must not be followed.
+  // Clamps a length outside the row: refusing it would need to wait for the device, and it must not be followed.
   FASTGEN_HOST_DEVICE int64_t operator[](int64_t row) const {
     if (data == nullptr) return full;
     const int64_t length = wide ? static_cast<const int64_t*>(data)[row * stride]
@@ -48,35 +48,35 @@ struct Tokens {
   Lengths lengths;
 };
 
-// One call of the operator as a kernel sees it. Scores are only ever overwritten with one constant, so their type
-// matters by its size alone: word_t is an unsigned integer of that size.
+// One call of the operator as a kernel sees it. Scores are only overwritten with one constant, so that only the size of
+// their type matters: word_t is an unsigned integer of that size.
 template <typename word_t, typename token_t>
 struct Problem {
   word_t* scores;
   word_t negative_infinity;
   int64_t rows, vocabulary;
   int64_t score_row_stride, score_stride;
-  Tokens<token_t> tokens;  // end in the prefix that the next token continues
-  Tokens<token_t> source;  // where the n-grams are taken from: the context, or the tokens themselves
+  Tokens<token_t> tokens;  // they end with the prefix that the next token continues
+  Tokens<token_t> source;  // the source of the n-grams: the context, or the tokens themselves
   int64_t rows_per_source_row;
   int64_t n;
 
-  // Where the last n - 1 tokens of a row begin, which the next one would complete to an n-gram; below zero if it has fewer.
+  // The index of a row's last n - 1 tokens, which the next one would complete to an n-gram; negative if it has fewer.
   FASTGEN_HOST_DEVICE int64_t first_of_prefix(int64_t row) const { return tokens.lengths[row] - (n - 1); }
 
-  // Those tokens, a stride of tokens.stride apart. Another thread may have changed the length since `first` was found.
+  // Those tokens, tokens.stride apart. Another thread may have changed the length since `first` was computed.
   FASTGEN_HOST_DEVICE const token_t* prefix(int64_t row, int64_t first) const {
     return tokens.data + row * tokens.row_stride + first * tokens.stride;
   }
 
-  // Bans what follows each occurrence of the prefix; looks at the windows first, first + step, ... of the row.
+  // Bans the token after each occurrence of the prefix; checks the windows first, first + step, ... of the row.
   FASTGEN_HOST_DEVICE void ban(int64_t row, const token_t* prefix, int64_t prefix_stride, int64_t first,
                                int64_t step) const {
     const int64_t source_row = row / rows_per_source_row;
     const token_t* window = source.data + source_row * source.row_stride;
     const int64_t windows = source.lengths[source_row] - n + 1;
     for (int64_t i = first; i < windows; i += step) {
-      // Backwards, since the newest token of the prefix is the one least likely to match.
+      // Backwards, because the newest token of the prefix is the least likely to match.
       int64_t k = n - 1;
       while (k > 0 && window[(i + k - 1) * source.stride] == prefix[(k - 1) * prefix_stride]) --k;
       if (k > 0) continue;
@@ -88,13 +88,13 @@ struct Problem {
   }
 };
 
-// Of a dimension: expanded tensors may have any, and would be gone through for years.
+// Limits a dimension: expanded tensors may have any size, and would take years to traverse.
 constexpr int64_t kLargest = (int64_t{1} << 31) - 1;
 
 inline bool is_integer(ScalarType type) { return type == ScalarType::Int || type == ScalarType::Long; }
 
-// Two different elements of a matrix share memory exactly if moving by some (rows, columns) within its bounds moves by
-// nothing in memory; the shortest such move is (column stride / g, row stride / g) with g their common divisor.
+// Two different elements of a matrix share memory exactly if some non-zero move by (rows, columns) within its bounds
+// does not move in memory; the shortest such move is (column stride / g, row stride / g) with g their common divisor.
 inline bool overlaps_itself(const Tensor& matrix) {
   if (matrix.numel() < 2) return false;
   const int64_t row_stride = matrix.stride(0), column_stride = matrix.stride(1);
@@ -110,7 +110,7 @@ inline void check_lengths(const char* name, const std::optional<Tensor>& lengths
   STD_TORCH_CHECK(is_integer(lengths->scalar_type()), "no_repeat_ngram_: ", name, " must be int32 or int64");
 }
 
-// Keep in step with `_check` in fastgen/ops/no_repeat_ngram.py, which says the same of the reference.
+// Keep in step with `_check` in fastgen/ops/no_repeat_ngram.py, which checks the same for the reference.
 inline void check(const Tensor& scores, const Tensor& tokens, const std::optional<Tensor>& lengths, int64_t n,
                   const std::optional<Tensor>& context, const std::optional<Tensor>& context_lengths) {
   const ScalarType type = scores.scalar_type();
@@ -161,7 +161,7 @@ Tokens<token_t> tokens_of(const Tensor& tokens, const std::optional<Tensor>& len
           lengths_of(lengths, tokens.size(1))};
 }
 
-// Checks the arguments and calls `run` with the Problem, unless no row can have anything to ban.
+// Checks the arguments and calls `run` with the Problem, unless no row can have a banned token.
 template <typename Run>
 void solve(const Tensor& scores, const Tensor& tokens, const std::optional<Tensor>& lengths, int64_t n,
            const std::optional<Tensor>& context, const std::optional<Tensor>& context_lengths, const Run& run) {
@@ -185,7 +185,7 @@ void solve(const Tensor& scores, const Tensor& tokens, const std::optional<Tenso
       with_types(negative_infinity, int32_t{});
     }
   };
-  switch (scores.scalar_type()) {  // check() lets these four types through
+  switch (scores.scalar_type()) {  // check() allows these four types
     case ScalarType::Half: return with_score(uint16_t{0xFC00});
     case ScalarType::BFloat16: return with_score(uint16_t{0xFF80});
     case ScalarType::Double: return with_score(uint64_t{0xFFF0000000000000});

@@ -1,1 +1,1 @@
-"""Models that the toolkits lack: UniLM for Transformers, ProphetNet for FairSeq."""
+"""Models that the libraries lack: UniLM for Transformers, ProphetNet for FairSeq."""

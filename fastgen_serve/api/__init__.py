@@ -1,6 +1,6 @@
-"""The interfaces: a module for each, with its paths, its shapes and its errors.
+"""The interfaces: one module for each, with its paths, its schemas and its errors.
 
-A module has `router`, `write_error(error) -> JSONResponse`, and, where some of its paths are not for the key in the
-header, `WITHOUT_HEADER`: those that are for everybody, and those whose key is in the body, which their handler checks
-(`fastgen_serve.keys.check(key, request.app.state.settings.api_keys)`). `fastgen_serve.app` puts them together.
+A module has `router` and `write_error(error) -> JSONResponse`. If some of its paths do not need the API key in the
+header, it also has `WITHOUT_HEADER`: the public paths, and those whose key is in the body, which their handler checks
+(`fastgen_serve.keys.check(key, request.app.state.settings.api_keys)`). `fastgen_serve.app` combines the modules.
 """

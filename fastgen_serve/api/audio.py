@@ -1,4 +1,4 @@
-"""OpenAI's interface for recordings: what is said in them, as it is, or in English."""
+"""OpenAI's interface for recordings: transcription, and translation to English."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from fastgen_serve.settings import ServeSettings
 
 router = APIRouter(tags=["OpenAI"], responses=openai.ERRORS)
 write_error = openai.write_error
-# Of a form: its fields, and the bytes of each, and of all that is around them.
+# Limits of a form: the number of fields, the bytes of each, and the bytes around the file.
 _MOST_FIELDS, _LONGEST_FIELD, _AROUND_FILE = 64, 2**15, 2**16
-# Bytes of all uploads that are read at a time.
+# Limits the bytes of all uploads in progress.
 _MOST_UPLOADED = 2**30
-# Seconds of a recording for a model that reads all of it at once.
+# Longest recording, in seconds, for a model that reads it all at once.
 _LONGEST_WITHOUT_WINDOWS = 60.0
-# As OpenAI's own code: where a threshold is not met, it is tried again with a temperature that is higher by this.
+# As in OpenAI's code: a window that fails a threshold is decoded again at a temperature that is higher by this.
 _WARMER, _HOTTEST = 0.2, 1.0
 _LEAST_TEMPERATURE = 1e-5
 _BODY: dict[str, Any] = {
@@ -46,7 +46,7 @@ _BODY: dict[str, Any] = {
 
 
 def most_bytes(settings: ServeSettings) -> int:
-    """Bytes of the body of a request, at the most."""
+    """Returns the limit in bytes of a request's body."""
     return settings.max_audio_bytes + _AROUND_FILE
 
 
@@ -69,7 +69,7 @@ async def _answer(request: Request, task: str) -> Any:
 
 
 async def _asked(request: Request, task: str) -> tuple[ServedModel, SpeechRequest, Transcribe]:
-    """The model of a request, its fields, and its job: the file is gone when this returns."""
+    """Returns the model of a request, its fields, and its job. The file has been released when this returns."""
     _check_room(request)
     settings: ServeSettings = request.app.state.settings
     with _uploads(request).hold(_length(request, settings)):
@@ -82,11 +82,11 @@ async def _asked(request: Request, task: str) -> tuple[ServedModel, SpeechReques
             return model, body, job
 
 
-# ---- reading
+# ---- reading requests
 
 
 def _check_room(request: Request) -> None:
-    """Raises what a request would be refused with by all models that transcribe, before its body is read."""
+    """Raises the error with which all models that transcribe would refuse a request, before its body is read."""
     refusal: Exception = ModelNotFound("no model that is served transcribes", param="model")
     for model in request.app.state.models:
         if model.feature_extractor is None:
@@ -100,7 +100,7 @@ def _check_room(request: Request) -> None:
 
 
 def _uploads(request: Request) -> Held:
-    """Counts what is being uploaded."""
+    """Returns the counter of bytes of uploads in progress."""
     state = request.app.state
     if not hasattr(state, "uploads"):
         state.uploads = Held(_MOST_UPLOADED, "uploads")
@@ -109,13 +109,13 @@ def _uploads(request: Request) -> Held:
 
 
 def _length(request: Request, settings: ServeSettings) -> int:
-    """Bytes that a body may have."""
+    """Returns the most bytes that a body may have."""
     declared = request.headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else most_bytes(settings)
 
 
 async def _read(request: Request) -> tuple[SpeechRequest, bytes]:
-    """The fields of a form, and its file. Raises BadRequest, or TooLarge."""
+    """Returns the fields of a form, and its file. Raises BadRequest, or TooLarge."""
     kind = media_type(request)
     if kind != MULTIPART:
         raise BadRequest(f"the body is no form with a file: send it as {MULTIPART}")
@@ -123,7 +123,7 @@ async def _read(request: Request) -> tuple[SpeechRequest, bytes]:
     async with request.form(max_files=1, max_fields=_MOST_FIELDS, max_part_size=_LONGEST_FIELD) as form:
         fields: dict[str, list[Any]] = {}
         for name, value in form.multi_items():
-            if value != "":  # which some clients send for nothing
+            if value != "":  # some clients send "" for a missing value
                 fields.setdefault(name.removesuffix("[]"), []).append(value)
         body = _checked({name: each[0] if len(each) == 1 else each for name, each in fields.items()})
         if body.file.size > most:
@@ -138,11 +138,11 @@ def _checked(fields: Mapping[str, Any]) -> SpeechRequest:
     return body
 
 
-# ---- what the model is asked for
+# ---- making jobs
 
 
 def _options(model: ServedModel, body: SpeechRequest, task: str) -> dict[str, Any]:
-    """Keywords of `generate`. Raises BadRequest for what the model cannot do."""
+    """Returns keywords of `generate`. Raises BadRequest for what the model cannot do."""
     speech = _speech(model)
     if task == "translate" and not speech.translates:
         raise BadRequest(f"model {model.name} does not translate: ask another one", param="model")
@@ -151,7 +151,7 @@ def _options(model: ServedModel, body: SpeechRequest, task: str) -> dict[str, An
             f"model {model.name} does not say when what is spoken: ask for json or text", param="response_format"
         )
     options: dict[str, Any] = {"task": task} if speech.translates else {}
-    if body.language is not None and not speech.is_english:  # a model for English alone takes all for that
+    if body.language is not None and not speech.is_english:  # an English-only model treats all speech as English
         options["language"] = _language(model, body.language)
     return options | _temperatures(model, body)
 
@@ -162,7 +162,7 @@ def _speech(model: ServedModel) -> Speech:
 
 
 def _language(model: ServedModel, given: str) -> str:
-    """The code of a language that a model is told. Raises BadRequest for one that it does not know."""
+    """Returns the code of a language to set. Raises BadRequest for one that the model does not know."""
     known = _speech(model).languages
     if not known:
         raise BadRequest(f"model {model.name} is told no language: leave it out", param="language")
@@ -173,7 +173,7 @@ def _language(model: ServedModel, given: str) -> str:
 
 
 def _codes() -> Mapping[str, str]:
-    """The codes of languages, by their English names."""
+    """Returns the codes of languages by their English names."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     codes: Mapping[str, str] = TO_LANGUAGE_CODE
@@ -196,7 +196,7 @@ def _temperatures(model: ServedModel, body: SpeechRequest) -> dict[str, Any]:
 
 
 async def _prompt(model: ServedModel, text: str | None) -> tuple[int, ...]:
-    """The tokens of a text that comes before: the last ones, as many as the model reads. Raises BadRequest."""
+    """Returns the last tokens of a preceding text, as many as the model reads. Raises BadRequest."""
     if text is None:
         return ()
     most = _speech(model).prompt
@@ -217,10 +217,10 @@ def _job(
     options: Mapping[str, Any],
     prompt: tuple[int, ...],
 ) -> Transcribe:
-    """The job of a recording. Raises BadRequest as `audio.decoded`."""
+    """Returns the job of a recording. Raises BadRequest as `audio.decoded`."""
     extractor, has_windows = model.feature_extractor, _speech(model).has_windows
     rate = extractor.sampling_rate
-    # Of a window of Whisper; others read all at once, which takes memory by the square of its length.
+    # A window of Whisper; other models read all at once, which takes memory quadratic in its length.
     window = getattr(extractor, "n_samples", _LONGEST_WITHOUT_WINDOWS * rate)
     longest = settings.max_audio_seconds
     samples = audio.decoded(data, rate, longest if has_windows else min(longest, window / rate))
@@ -243,11 +243,11 @@ def _job(
     )
 
 
-# ---- writing
+# ---- writing answers
 
 
 def _written(model: ServedModel, body: SpeechRequest, task: str, job: Transcribe, made: Transcribed) -> Any:
-    """The answer to a request."""
+    """Returns the answer to a request."""
 
     def text_of(tokens: Sequence[int]) -> str:
         return str(model.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -260,7 +260,7 @@ def _written(model: ServedModel, body: SpeechRequest, task: str, job: Transcribe
     segments = [
         TranscriptionSegment(
             id=number,
-            # The last window is padded with silence.
+            # Times may exceed the recording, because the last window is padded with silence.
             start=round(min(each.start, job.seconds), 3),
             end=round(min(each.end, job.seconds), 3),
             text=text_of(each.tokens),
@@ -281,19 +281,19 @@ def _written(model: ServedModel, body: SpeechRequest, task: str, job: Transcribe
 
 
 def _language_name(model: ServedModel, code: str | None) -> str:
-    """What OpenAI calls a language: its English name."""
+    """Returns OpenAI's name of a language: the English one."""
     if code is None:
         return "english" if _speech(model).is_english else "unknown"
     return next((name for name, each in _codes().items() if each == code), code)
 
 
 def srt(segments: Sequence[TranscriptionSegment]) -> str:
-    """SubRip."""
+    """Returns the segments in SubRip format."""
     return "".join(f"{number}\n{cue}\n" for number, cue in enumerate(_cues(segments, ","), 1))
 
 
 def vtt(segments: Sequence[TranscriptionSegment]) -> str:
-    """WebVTT."""
+    """Returns the segments in WebVTT format."""
     return "WEBVTT\n\n" + "".join(f"{cue}\n" for cue in _cues(segments, "."))
 
 
@@ -301,7 +301,7 @@ _SUBTITLES: dict[str, Callable[[Sequence[TranscriptionSegment]], str]] = {"srt":
 
 
 def _cues(segments: Sequence[TranscriptionSegment], point: str) -> list[str]:
-    """The times and the text of each segment that has one, which is on one line and holds no arrow."""
+    """Returns the times and the text of each non-empty segment. Joins its lines and removes arrows, which end a cue."""
     texts = [" ".join(each.text.split()).replace("-->", "->") for each in segments]
     return [
         f"{_time(each.start, point)} --> {_time(each.end, point)}\n{text}\n"

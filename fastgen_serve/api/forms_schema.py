@@ -1,4 +1,4 @@
-"""Forms of results that requests ask for: OpenAI's response format, and vLLM's structured outputs."""
+"""Output constraints of requests: OpenAI's response format, and vLLM's structured outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NamedSchema(Body):
     strict: bool | None = Field(default=None, description="Accepted: results always have the schema.")
 
     def as_form(self) -> dict[str, Any]:
-        """What `fastgen.Grammar` makes of it."""
+        """Returns the keywords of `fastgen.Grammar`."""
         return {"json_schema": ANY_OBJECT if self.schema_ is None else self.schema_}
 
 
@@ -36,7 +36,7 @@ class ResponseFormat(Body):
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """What `fastgen.Grammar` makes of it; None for any text."""
+        """Keywords of `fastgen.Grammar`; None for no constraint."""
         return None if self.type == "text" else (self.json_schema or NamedSchema()).as_form()
 
 
@@ -71,5 +71,5 @@ class StructuredOutputs(Body):
 
     @property
     def form(self) -> dict[str, Any]:
-        """What `fastgen.Grammar` makes of it."""
+        """Keywords of `fastgen.Grammar`."""
         return dict(self._given)

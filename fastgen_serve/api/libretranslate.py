@@ -1,7 +1,7 @@
-"""LibreTranslate's interface: texts and files in, translations out.
+"""LibreTranslate's interface: translates texts and files.
 
-Bodies are JSON or forms; without one, the query has the fields. The API key may be in them, as LibreTranslate's clients
-send it, or in the header.
+A body is JSON or a form; without one, the query has the fields. The API key may be among them, as LibreTranslate's
+clients send it, or in the header.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fastgen_serve.translation.sentences import Piece
 from fastgen_serve.translation.translator import Translator
 
 AUTO = "auto"
-# LibreTranslate's page gives up after so many milliseconds, and says what has no limit of its own by -1.
+# Milliseconds after which LibreTranslate's page gives up, and its value for no limit.
 _FRONTEND_TIMEOUT, _NO_LIMIT = 500, -1
-# Characters of a file that its language is told by.
+# Characters of a file that language detection reads.
 _SAMPLE = 4000
 _FORM_FIELDS = 8
 
 
-# ---- shapes
+# ---- schemas
 
 
 class TranslateRequest(Body):
@@ -110,7 +110,7 @@ class Refusal(BaseModel):
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The models are looked at before the first request comes."""
+    """Finds out what the models translate, before the first request arrives."""
     await _translator(app)
     yield
 
@@ -123,7 +123,7 @@ router = APIRouter(
         {400: "The request is refused: the message names the field.", 403: "There is no API key, or another one."},
     ),
 )
-# The key is in the body, or what is asked for is no secret. A download's name is one.
+# Either the key is in the body, or the content is public. A download's name is itself a secret.
 WITHOUT_HEADER = frozenset(
     {
         "/translate",
@@ -138,7 +138,7 @@ WITHOUT_HEADER = frozenset(
 
 
 def write_error(error: ServeError) -> JSONResponse:
-    """LibreTranslate's error."""
+    """Returns LibreTranslate's error."""
     status = 403 if isinstance(error, Unauthorized) else error.status
     return JSONResponse({"error": error.message}, status)
 
@@ -266,17 +266,17 @@ async def suggest() -> Refusal:
     return Refusal(error="this server takes no suggestions")
 
 
-# ---- inside
+# ---- internal
 
 Read = TypeVar("Read", TranslateRequest, DetectRequest, FileRequest)
 
 
 async def _read(request: Request, model: type[Read]) -> Read:
-    """The body of a request, JSON or a form, or its query, once its key has been seen to be right.
+    """Reads a request's body, JSON or a form, or its query. Checks its API key before its fields.
 
     Raises:
-        BadRequest: it is none.
-        Unauthorized: it has no key, or another one.
+        BadRequest: it is invalid.
+        Unauthorized: its key is missing or wrong.
     """
     kind = media_type(request)
     if kind == _JSON:
@@ -288,7 +288,7 @@ async def _read(request: Request, model: type[Read]) -> Read:
             raise BadRequest("the body is no JSON object")
     elif kind in (_FORM, MULTIPART):
         fields = await _form(request)
-    elif not kind and request.query_params:  # as of `curl -X POST "http://.../translate?q=..."`
+    elif not kind and request.query_params:  # for example `curl -X POST "http://.../translate?q=..."`
         fields = _by_name(request.query_params)
     else:
         raise BadRequest(f"the body is neither {_JSON} nor a form: name one as its content-type")
@@ -296,7 +296,7 @@ async def _read(request: Request, model: type[Read]) -> Read:
 
 
 def _ending(file: Any) -> str:
-    """The ending of a file's name, one of the known ones. Raises BadRequest."""
+    """Returns the extension of a file's name, if it is a known one. Raises BadRequest."""
     if not isinstance(file, UploadFile):
         raise BadRequest("file: is no file, send it as a part of multipart/form-data with a name", param="file")
     ending = os.path.splitext(file.filename or "")[1].lower()
@@ -307,7 +307,7 @@ def _ending(file: Any) -> str:
 
 
 async def _form(request: Request) -> dict[str, Any]:
-    """The fields of a form; a list for those that it has more than once."""
+    """Returns the fields of a form; as a list if a field occurs more than once."""
     most = request.app.state.settings.max_body_bytes
     form = await request.form(
         max_files=1, max_fields=_FORM_FIELDS + request.app.state.settings.max_batch, max_part_size=most
@@ -329,7 +329,7 @@ def _checked(request: Request, model: type[Read], fields: dict[str, Any]) -> Rea
 
 
 async def _translator(app: FastAPI) -> Translator:
-    """The models that translate, which are looked at once: in a thread, as their files are read."""
+    """Returns the models that translate. Reads their files once, in a thread."""
     if not hasattr(app.state, "translator"):
         app.state.translator = await asyncio.to_thread(Translator, app.state.models, app.state.settings)
     return app.state.translator
@@ -343,14 +343,14 @@ def _downloads(request: Request) -> Downloads:
 
 
 async def _languages_of(translator: Translator, texts: Sequence[str], source: str, target: str) -> list[Detected]:
-    """The language of each text."""
+    """Returns the language of each text."""
     if source == AUTO:
         return await asyncio.to_thread(lambda: [translator.detect(text, target)[0] for text in texts])
     return [Detected(translator.source(source), 100.0)] * len(texts)
 
 
 def _cut(texts: Sequence[str], cut: Callable[[str, int], list[Piece]]) -> list[list[Piece]]:
-    """The pieces of each text, so many of all. Raises BadRequest for more."""
+    """Cuts each text into pieces, which are limited in total. Raises BadRequest for more."""
     found, room = [], sentences.MOST_PIECES
     for text in texts:
         found.append(cut(text, room))

@@ -1,4 +1,4 @@
-"""The messages of a conversation, and how the model's chat template writes them."""
+"""The messages of a conversation, and the options of the model's chat template."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ImagePart(Body):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
-# What a template reads besides, where a message has it.
+# Other keys that chat templates read, if a message has them.
 _OF_MESSAGES = ("name", "tool_call_id", "reasoning_content")
 
 
@@ -87,7 +87,7 @@ class Message(Body):
         )
 
     def as_template_reads(self) -> dict[str, Any]:
-        """Role, content as one text, or as parts if there are images, and the name if there is one."""
+        """Returns the role, the content as one text (as parts if there are images), and other keys with a value."""
         content: str | list[dict[str, str]]
         if isinstance(self.content, str):
             content = self.content
@@ -108,7 +108,7 @@ TemplateVariable = Annotated[bool | int | float | Text | None, described("is no 
 
 
 class Templating(Body):
-    """How the model's chat template writes a conversation."""
+    """The options of the model's chat template."""
 
     add_generation_prompt: bool = Field(
         default=True, description="The template's beginning of an answer ends the prompt."
@@ -126,7 +126,7 @@ class Templating(Body):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """Those that the model is told of."""
+        """The tools that the model is told about."""
         return self.tools or []
 
     @model_validator(mode="after")

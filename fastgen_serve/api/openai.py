@@ -40,7 +40,7 @@ from fastgen_serve.limits import bounded
 from fastgen_serve.served import ServedModel
 from fastgen_serve.text import TextStream
 
-# New tokens of a completion whose request says nothing.
+# Default of new tokens for a completion.
 _COMPLETION_TOKENS = 16
 _log = logging.getLogger("fastgen_serve")
 _STARTED = int(time.time())
@@ -61,7 +61,7 @@ router = APIRouter(tags=["OpenAI"], responses=ERRORS)
 
 
 def write_error(error: ServeError) -> JSONResponse:
-    """OpenAI's error object."""
+    """Returns OpenAI's error object."""
     return JSONResponse(_error_object(error).model_dump(), error.status)
 
 
@@ -73,16 +73,16 @@ def _error_object(error: ServeError) -> answers.ErrorAnswer:
 
 
 def served_model(request: Request, name: str | None, *tasks: str) -> ServedModel:
-    """The model of a request.
+    """Returns the model of a request.
 
     Args:
-        name: of the model; the first one for none, or an empty one.
-        tasks: one of which it must have.
+        name: of the model; the first one for None or "".
+        tasks: the model must support one of these.
 
     Raises:
-        ModelNotFound: there is none of this name.
+        ModelNotFound: no model has this name.
         Unavailable: it is not ready.
-        BadRequest: it is one for something else.
+        BadRequest: it supports other tasks only.
     """
     model: ServedModel = request.app.state.models.get(name or None)
     if not model.is_ready:
@@ -93,7 +93,7 @@ def served_model(request: Request, name: str | None, *tasks: str) -> ServedModel
 
 
 def check_batch(request: Request, inputs: Sequence[Any], param: str) -> None:
-    """Raises BadRequest where a request has more inputs than the server takes."""
+    """Raises BadRequest if a request has more inputs than the server accepts."""
     most = request.app.state.settings.max_batch
     if len(inputs) > most:
         raise BadRequest(f"{param} has {len(inputs)} inputs: this server takes {most} at the most", param=param)
@@ -127,7 +127,7 @@ def _card(model: ServedModel) -> answers.ModelCard:
 
 @dataclass(frozen=True)
 class Run:
-    """A request that generates, with a job for each input."""
+    """A request to generate, with one job per input."""
 
     id: str
     created: int
@@ -145,20 +145,20 @@ class Run:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What each answer, and each chunk, begins with."""
+        """The first fields of each answer and chunk."""
         return {"id": self.id, "created": self.created, "model": self.model.name}
 
     def usage(self, generated: int) -> answers.Usage:
         return _usage(sum(map(len, self.prompts)), generated)
 
     def usage_until(self, piece: Piece, generated: int) -> dict[str, answers.Usage]:
-        """The usage of the choice of a piece, as a field of its chunk, where each chunk has one."""
+        """Returns the usage of a piece's choice as a field of its chunk, if the request wants it in each chunk."""
         if not self.body.sends_usage_always:
             return {}
         return {"usage": _usage(len(self.prompts[piece.index // self.decoding.results]), generated)}
 
     async def whole(self) -> tuple[list[Piece], answers.Usage]:
-        """The choices, each in one piece."""
+        """Returns the choices, each in one piece."""
         with named_by(self.body):
             results = await self.model.generate_all(self.jobs)
         pieces = [
@@ -171,7 +171,7 @@ class Run:
         return pieces, self.usage(sum(each.generated for result in results for each in result.sequences))
 
     async def stream(self) -> AsyncGenerator[Piece | answers.Usage, None]:
-        """The pieces of the choices, and at the end the usage."""
+        """Yields the pieces of the choices, and finally the usage."""
         generated = 0
         with named_by(self.body):
             async with aclosing(self.model.stream_all(self.jobs)) as events:
@@ -189,7 +189,7 @@ def _usage(prompt: int, generated: int) -> answers.Usage:
 
 
 def _decoding(model: ServedModel, body: Generation) -> Decoding:
-    """How the inputs of a request are decoded. Raises BadRequest as `decoding`, and for tokens that there are not."""
+    """Returns how to decode the inputs of a request. Raises BadRequest as `decoding`, and for unknown token ids."""
     how = decoding(body, model.info)
     prompts.check_ids(model, body.stop_token_ids or (), "stop_token_ids")
     prompts.check_ids(model, [int(token) for token in body.logit_bias or ()], "logit_bias")
@@ -210,14 +210,14 @@ def _make_run(
     answer: Callable[[], tools.Answer] | None = None,
 ) -> Run:
     jobs = [make_job(how, body, tokens, limit, more) for tokens, limit in zip(inputs, limits, strict=True)]
-    with named_by(body):  # before there is anything for each result, of which the request may want any number
+    with named_by(body):  # before anything is allocated per result: the request may ask for any number
         jobs = [bounded(job, model.info, request.app.state.settings) for job in jobs]
-    # What a decoder-only model adds to a prompt goes on behind it; an answer, or a target, begins a text.
+    # A decoder-only model continues its prompt; an answer, or a target, starts a new text.
     goes_on = isinstance(body, CompletionRequest) and model.info.kind == "decoder-only"
     texts = [
         TextStream(
             model.tokenizer,
-            body.skip_special_tokens and answer is None,  # they may mark calls
+            body.skip_special_tokens and answer is None,  # special tokens may mark calls
             body.stops,
             body.include_stop_str_in_output,
             tokens if goes_on else (),
@@ -230,7 +230,7 @@ def _make_run(
 
 
 def _new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, param: str) -> int | None:
-    """New tokens behind a prompt, at the most; None for what the model's generation config says.
+    """Returns the limit of new tokens after a prompt; None to use the model's generation config.
 
     Raises:
         BadRequest: they do not fit, or are fewer than `min_tokens`.
@@ -249,13 +249,13 @@ def _new_tokens(model: ServedModel, body: Generation, prompt: int, most: int, pa
 
 
 async def conversation_run(body: Conversation, messages: Sequence[Message], request: Request, param: str) -> Run:
-    """The request of a conversation, whose only input is what the model's template makes of it.
+    """Makes the run of a conversation. Its only input is the output of the model's chat template.
 
     Args:
         param: field of the request that has the messages.
 
     Raises:
-        BadRequest: the model does not take it, or this release would mix up its images.
+        BadRequest: the model refuses it, or this release of Transformers would mix up its images.
     """
     model, settings = served_model(request, body.model, "generate"), request.app.state.settings
     given, how = prompts.Chat.of(model, messages, settings), _decoding(model, body)
@@ -337,11 +337,11 @@ async def chat(body: ChatRequest, request: Request) -> Any:
 async def streamed(
     run: Run, events: AsyncGenerator[str, None], write_error: Callable[[ServeError], str], end: str = ""
 ) -> ClosedStream:
-    """The response that sends events. What fails before the first one is raised here, and has a status of its own.
+    """Returns the response that streams events. An error before the first event is raised here, with its own status.
 
     Args:
-        write_error: makes the event of what fails later: the status is sent already.
-        end: what comes behind all events.
+        write_error: makes the event of a later error, when the status has been sent.
+        end: text after all events.
     """
     try:
         first = await anext(events)
@@ -362,12 +362,12 @@ async def streamed(
                 yield write_error(Failed("the server has failed: its log says why"))
             yield end
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx, as it is set up at first
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter turns off nginx' default buffering
     return ClosedStream(all_events(), media_type="text/event-stream", headers=headers)
 
 
 async def _chunked(run: Run, write: Callable[[Piece], list[BaseModel]], last: Any) -> ClosedStream:
-    """The response that sends chunks."""
+    """Returns the response that streams chunks."""
     events = _events(run, write, last)
     return await streamed(run, events, lambda error: _event(_error_object(error)), "data: [DONE]\n\n")
 
@@ -413,7 +413,7 @@ async def embed(body: EmbeddingRequest, request: Request) -> answers.EmbeddingLi
 
 
 def _prompt(model: ServedModel, name: str | None) -> str:
-    """What is put before each text."""
+    """Returns the prompt that precedes each text."""
     if name is None:
         return model.info.prompt
     if name not in model.info.prompts:
@@ -425,7 +425,7 @@ def _prompt(model: ServedModel, name: str | None) -> str:
 async def encoder_tokens(
     model: ServedModel, texts: Sequence[str | Sequence[int]], cut: Cutting, param: str
 ) -> list[tuple[int, ...]]:
-    """The tokens of inputs of an encoder. Raises BadRequest, as for one that is too long."""
+    """Returns the tokens of an encoder's inputs. Raises BadRequest, for example if one is too long."""
 
     def tokenise() -> list[tuple[int, ...]]:
         inputs = [prompts.tokens_of(model, text, cut, param) for text in texts]

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's interface. Fields that are not OpenAI's are sent only where they have a value."""
+"""The answers of OpenAI's interface. Fields beyond OpenAI's are sent only if they have a value."""
 
 from __future__ import annotations
 

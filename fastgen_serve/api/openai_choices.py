@@ -1,4 +1,4 @@
-"""From the tokens of sequences to the choices of OpenAI's interface, whole or in pieces."""
+"""Converts the tokens of sequences to the choices of OpenAI's interface, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from fastgen_serve.jobs import Delta, TokenLogprob
 from fastgen_serve.jobs import Sequence as Result
 from fastgen_serve.text import TextStream, token_bytes, token_text
 
-# JSON has no infinity: what cannot be has this log-probability, as in vLLM.
+# JSON has no infinity: impossible tokens get this log-probability, as in vLLM.
 _LOWEST = -9999.0
 
 
 @dataclass
 class Piece:
-    """A part of the answer of a choice.
+    """A part of a choice's answer.
 
     Attributes:
         index: of the choice.
-        text: which is certain.
-        tokens: that have come since the last piece.
-        logprobs: theirs.
+        text: final text since the last piece.
+        tokens: new ones since the last piece.
+        logprobs: of these tokens.
         offset: characters of the tokens before these.
-        is_first: of its choice.
+        is_first: whether it is the first piece of its choice.
         end: the sequence, in the last piece.
-        generated: tokens of its choice until then, EOS among them.
-        stopped: the stop string that has ended the text.
-        reasoning: what the model has thought, where it may call tools.
-        calls: of tools, which the text does not have.
-        first_call: how many calls there were before.
-        ends_in_calls: the choice has called tools, of which none was asked for by name.
-        prompt: log-probabilities of its tokens but the first, where they were asked for.
+        generated: tokens of its choice so far, EOS among them.
+        stopped: the stop string that ended the text.
+        reasoning: the model's reasoning, if it may call tools.
+        calls: tool calls, which the text does not contain.
+        first_call: number of calls in earlier pieces.
+        ends_in_calls: whether the choice has called tools, and the request did not name one.
+        prompt: log-probabilities of the prompt's tokens except the first, if the request asks for them.
     """
 
     index: int
@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass
 class _Choice:
-    """What has come of a sequence, and what of that was given out."""
+    """The received part of a sequence, and what of it has been emitted."""
 
     index: int
     text: TextStream
@@ -99,8 +99,8 @@ class Choices:
 
     Args:
         tokenizer: of the model.
-        texts: for each choice, in order, what makes its text.
-        answer: makes what reads an answer that may have calls of tools; None where there are no tools.
+        texts: the text stream of each choice, in order.
+        answer: creates the parser of an answer that may have tool calls; None without tools.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[TextStream], answer: Callable[[], Answer] | None = None) -> None:
@@ -108,11 +108,11 @@ class Choices:
         self._choices = [_Choice(index, text, answer and answer()) for index, text in enumerate(texts)]
 
     def pieces(self, first: int, event: Delta | Sequence[Result]) -> Iterator[Piece]:
-        """The pieces that have become certain: of a delta one or none, of results one for each.
+        """Yields the pieces that become final: at most one for a delta, one for each result.
 
         Args:
-            first: index of the first choice of the input that this is of.
-            event: new tokens, or the sequences that the input gets.
+            first: index of the first choice of the event's input.
+            event: new tokens, or the final sequences of the input.
         """
         if isinstance(event, Delta):
             choice = self._choices[first + event.index]
@@ -150,7 +150,7 @@ class Choices:
 
 
 class Writer:
-    """Writes pieces in the shapes of the interface, with what the request wants of them."""
+    """Writes pieces in the interface's schemas, with the details that the request wants."""
 
     def __init__(self, tokenizer: Any, body: Generation) -> None:
         self._tokenizer, self._body = tokenizer, body
@@ -182,7 +182,7 @@ class Writer:
         return answers.ChunkChoice(delta=delta, logprobs=self._chat_logprobs(piece), **self._common(piece))
 
     def _more(self, piece: Piece) -> dict[str, Any]:
-        """What a message has besides its content."""
+        """Returns the fields of a message other than its content."""
         made: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         if piece.calls:
             made["tool_calls"] = [

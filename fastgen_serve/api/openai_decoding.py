@@ -1,6 +1,6 @@
-"""From the fields of a request to options of `generate`: what decides between greedy search, beams and sampling.
+"""Converts the fields of a request to options of `generate`: chooses greedy search, beam search or sampling.
 
-What a request does not say is what the model's own generation config says, as in a call of `generate`.
+The model's own generation config applies to all that a request leaves open, as in a call of `generate`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Generate, Generated, ModelInfo
 from fastgen_serve.jobs import Sequence as Result
 
-# By the field of a request, the option of `generate`, and values that switch it off.
+# The options of `generate` with the same name as their field, and the values that switch them off.
 _DRAWING: Mapping[str, tuple[Any, ...]] = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "typical_p": (1.0,)}
 _OF_BEAMS: Mapping[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
 _OTHERS = {
@@ -25,7 +25,7 @@ _OTHERS = {
     "encoder_repetition_penalty": "encoder_repetition_penalty",
     "min_tokens": "min_new_tokens",
 }
-# By what a job calls it, the fields that it may come from, where these have other names.
+# By the name in a job, the fields that a value may come from, if their names differ.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     **{option: (field,) for field, option in _OTHERS.items()},
     "prompt": ("prompt", "messages"),
@@ -45,8 +45,9 @@ class Decoding:
 
     Attributes:
         options: of `generate`, without the number of new tokens.
-        results: sequences that each input gets.
-        candidates: sequences that are generated; of more than `results`, those with the best mean log-probability stay.
+        results: number of sequences that each input gets.
+        candidates: number of sequences to generate; if more than `results`, those with the best mean log-probability
+            are returned.
         beams: of a search; 1 for none.
     """
 
@@ -56,24 +57,24 @@ class Decoding:
     beams: int
 
     def best(self, generated: Generated) -> tuple[Result, ...]:
-        """The sequences that the request gets."""
+        """Returns the sequences that the request gets."""
         if self.candidates == self.results:
             return generated.sequences
         return tuple(sorted(generated.sequences, key=_mean_logprob, reverse=True)[: self.results])
 
 
 def decoding(fields: Generation, info: ModelInfo) -> Decoding:
-    """What the fields of a request come to for a model.
+    """Returns how a model decodes a request with these fields.
 
-    - Beams, if it asks for them (`num_beams`, or `use_beam_search`, with which `n` is the width).
-    - Sampling, if it gives a temperature above 0, or another option of it. `top_k` is off then, unless the request
+    - Beam search, if it asks for beams (`num_beams`, or `use_beam_search`, with which `n` is the width).
+    - Sampling, if it sets a temperature above 0, or another option of sampling. `top_k` is then off, unless the request
       or the model's files set it.
     - Greedy search with temperature 0.
-    - What the model's generation config says, if the request says nothing of that. Several results are the best of its
-      beams, or drawn if it has none.
+    - Otherwise as the model's generation config says. Several results are the best of its beams, or sampled if it has
+      no beams.
 
     Raises:
-        BadRequest: fields contradict each other, or ask for more than the model has.
+        BadRequest: fields contradict each other, or ask for more than the model supports.
     """
     results = _agreed(fields, "n", "num_return_sequences") or 1
     if fields.best_of is not None and fields.best_of < results:
@@ -103,13 +104,13 @@ def make_job(
     max_tokens: int | None,
     inputs: Mapping[str, Any] | None = None,
 ) -> Generate:
-    """The job of one input.
+    """Makes the job of one input.
 
     Args:
         decoding: how it is decoded.
         tokens: of the input.
-        max_tokens: new ones, at the most; None for what the model's generation config says.
-        inputs: what the model reads besides the tokens.
+        max_tokens: the limit of new tokens; None to use the model's generation config.
+        inputs: the model's inputs other than tokens.
     """
     logprobs = body.wanted_logprobs
     if decoding.candidates > decoding.results and logprobs is None:
@@ -131,7 +132,7 @@ def make_job(
 
 @contextmanager
 def named_by(fields: object) -> Iterator[None]:
-    """A block in which what a job is refused for has the name that it has in the request."""
+    """Renames the parameter of a BadRequest in a block from its name in a job to the request's field."""
     try:
         yield
     except BadRequest as error:
@@ -141,7 +142,7 @@ def named_by(fields: object) -> Iterator[None]:
 
 
 def _agreed(fields: Generation, *names: str) -> int | None:
-    """The value of fields that mean the same; None if none is given."""
+    """Returns the value of fields that mean the same; None if none is set."""
     given = {name: value for name in names if (value := getattr(fields, name)) is not None}
     if len(set(given.values())) > 1:
         said = ", ".join(f"{name} is {value}" for name, value in given.items())
@@ -163,7 +164,7 @@ def _beams(fields: Generation, results: int, width: int) -> Decoding:
 def _left_to_model(fields: Generation, info: ModelInfo, results: int, candidates: int, own_beams: int) -> Decoding:
     options: dict[str, Any] = {} if fields.do_sample is None else {"do_sample": fields.do_sample}
     if info.defaults.get("do_sample") and fields.do_sample is None:
-        options = _given(fields)  # a value that switches an option off may replace one of the model's files
+        options = _given(fields)  # an explicit "off" value may replace a value of the model's files
     if own_beams == 1:
         return Decoding(options, results, candidates, 1)
     width = max(own_beams, candidates)
@@ -171,7 +172,7 @@ def _left_to_model(fields: Generation, info: ModelInfo, results: int, candidates
 
 
 def _is_drawn(fields: Generation, info: ModelInfo, candidates: int, own_beams: int) -> bool:
-    """Whether the request asks for sampling: not where it leaves that to the model's files."""
+    """Returns whether the request asks for sampling. It does not if it leaves that to the model's files."""
     if fields.temperature == 0:
         if fields.do_sample:
             raise BadRequest("temperature is 0, and do_sample true: give a temperature above 0", param="temperature")
@@ -187,7 +188,7 @@ def _is_drawn(fields: Generation, info: ModelInfo, candidates: int, own_beams: i
 
 
 def _given(fields: Generation) -> dict[str, Any]:
-    """The options of sampling that the request gives."""
+    """Returns the sampling options that the request sets."""
     given = {name: value for name in ("temperature", *_DRAWING) if (value := getattr(fields, name)) is not None}
     if "top_k" in given:
         given["top_k"] = max(given["top_k"], 0)
@@ -195,7 +196,7 @@ def _given(fields: Generation) -> dict[str, Any]:
 
 
 def _drawing(fields: Generation, info: ModelInfo) -> dict[str, Any]:
-    """Sampling without beams. `generate` has a top_k of 50, which clients of this interface do not expect."""
+    """Returns the options for sampling without beams. `generate` defaults to top_k=50, which clients do not expect."""
     top_k = {} if info.defaults.get("top_k") is not None else {"top_k": 0}
     return {**top_k, "do_sample": True, **_given(fields)}
 

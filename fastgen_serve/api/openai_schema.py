@@ -1,6 +1,7 @@
-"""The requests of OpenAI's interface, with vLLM's further fields, and Transformers' where vLLM has none.
+"""The requests of OpenAI's interface, with vLLM's additional fields, and Transformers' if vLLM has none.
 
-Each field is honoured, or refused unless its value asks for nothing (`off`). A field that is not here is refused.
+A declared field is either implemented, or refused unless its value asks for nothing (`off`). Unknown fields are
+refused.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from fastgen_serve.errors import BadRequest
 _STOPS, _STOP_LENGTH = 16, 256
 MOST_LOGPROBS = 20
 Probability = Annotated[float, Field(gt=0, le=1)]
-# Numbers beyond these leave no probability that a float32 can hold.
+# Beyond this range probabilities underflow float32.
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
-# Less is greedy search, as in vLLM. Some clients send such a number where others would send 0.
+# Lower values mean greedy search, as in vLLM. Some clients send such a value for 0.
 _LEAST_TEMPERATURE = 1e-5
 CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
-# The library makes a list for each place of an n-gram: no sequence has more tokens.
+# The library allocates a list for each position of an n-gram. No sequence has more tokens.
 _LONGEST_NGRAM = 4096
 Ngram = Annotated[int, Field(ge=0, le=_LONGEST_NGRAM)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_STOP_LENGTH)]
@@ -42,7 +43,7 @@ class StreamOptions(Body):
 
 
 class Cutting(Body):
-    """How inputs are tokenised."""
+    """Options of tokenisation."""
 
     add_special_tokens: bool = Field(default=True, description="Special tokens, such as BOS, are added to texts.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
@@ -63,15 +64,15 @@ class Cutting(Body):
 
     @property
     def special(self) -> bool:
-        """Whether special tokens are added; where a request must not say so, they are."""
+        """Whether special tokens are added; always if the request cannot set it."""
         return self.add_special_tokens is not False
 
 
 class Generation(Cutting):
-    """What completions, chat completions and responses have in common."""
+    """The common fields of completions, chat completions and responses."""
 
     prefix: ClassVar[str]
-    """What the ids of answers begin with."""
+    """Prefix of the answers' ids."""
 
     model: ModelName = None
     stream: bool | None = Field(
@@ -181,7 +182,7 @@ class Generation(Cutting):
 
     @cached_property
     def form(self) -> dict[str, Any] | None:
-        """Of each result, as `fastgen.Grammar` takes it; None for any text."""
+        """Keywords of `fastgen.Grammar` that constrain each result; None for no constraint."""
         return self._form()
 
     def _form(self) -> dict[str, Any] | None:
@@ -190,12 +191,12 @@ class Generation(Cutting):
 
     @property
     def limit(self) -> int | None:
-        """New tokens, at the most."""
+        """The limit of new tokens."""
         raise NotImplementedError
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Of so many of the likeliest tokens at each position, besides the new one; None for no log-probabilities."""
+        """Number of likeliest tokens to return per position, besides the new one; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -218,7 +219,7 @@ class Generation(Cutting):
 
     @property
     def sends_usage_always(self) -> bool:
-        """Whether each chunk of a stream has the usage until then."""
+        """Whether each chunk of a stream has the usage so far."""
         return self.sends_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -264,7 +265,7 @@ class CompletionRequest(Generation):
 
 
 class Conversation(Templating, Generation):
-    """What chat completions and responses have in common."""
+    """The common fields of chat completions and responses."""
 
     add_special_tokens: bool = Field(
         default=False, description="Special tokens are added to what the chat template writes."
@@ -300,16 +301,16 @@ class Conversation(Templating, Generation):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is a call."""
+        """Whether the answer must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
     @property
     def chosen_name(self) -> str | None:
-        """The function that the answer calls; None for any."""
+        """The function that the answer must call; None for any."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, ChosenTool) else None
 
     def _form(self) -> dict[str, Any] | None:
-        """That of calls where there must be some: any other one is for answers without."""
+        """Returns the form of calls if there must be one: a form of text is for answers without calls."""
         if not self.must_call:
             return super()._form()
         functions = [each.function for each in self.usable_tools]

@@ -1,4 +1,4 @@
-"""For those who run the server: whether it is there, whether it is ready, and what it has done."""
+"""Paths for operators: health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastgen_serve.errors import ServeError
 from fastgen_serve.models import Models
 
 router = APIRouter(tags=["operations"])
-# Who watches over the process has no key.
+# Health checkers have no key.
 WITHOUT_HEADER = frozenset({"/health", "/ready"})
 
 
 def write_error(error: ServeError) -> JSONResponse:
-    """An error of this interface."""
+    """Returns an error of this interface."""
     return JSONResponse({"error": error.message, "code": error.code}, error.status)
 
 

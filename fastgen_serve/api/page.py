@@ -1,4 +1,4 @@
-"""The page for people, at `/`, and what it shows of the queues."""
+"""The web page at `/`, and the state of models and queues that it shows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fastgen_serve.translation import languages, pairs
 __all__ = ["WITHOUT_HEADER", "router", "write_error"]
 
 router = APIRouter(tags=["page"])
-# Path: file, and its type.
+# By path, the file and its media type.
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-# The page asks for a key itself, where one is needed.
+# The page itself asks for a key if the server needs one.
 WITHOUT_HEADER = frozenset(_FILES)
-# Only what is here: no script, style or picture of others, and no other page around it.
+# Allows only this server's scripts, styles and images, and no embedding in other pages.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -105,7 +105,7 @@ def _languages(tokenizer: Any) -> list[Language]:
 
 
 def _serve(path: str, name: str, media_type: str) -> None:
-    """Has a file of the page at this path."""
+    """Serves a file of the page at this path."""
 
     def send() -> Response:
         data = resources.files("fastgen_serve").joinpath("page").joinpath(name).read_bytes()

@@ -1,4 +1,4 @@
-"""From the texts and messages of requests to the tokens that a model reads."""
+"""Converts the texts and messages of requests to a model's tokens."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.translation.pairs import language_tokens
 
 T = TypeVar("T")
-# Characters that take a tokenizer some milliseconds.
+# Characters that a tokenizer needs some milliseconds for.
 _MANY = 10_000
-# Characters that take as long as what the template does with a message.
+# Characters whose tokenisation takes as long as the template's processing of one message.
 _MESSAGE = 16
-# What processors and tokenizers call the tokens that stand for more than text.
+# Attributes of processors and tokenizers that name the placeholders of images and sounds.
 _PLACEHOLDERS = (
     "image_token", "video_token", "audio_token", "boi_token", "eoi_token", "boa_token", "eoa_token",
     "fake_image_token", "global_image_token", "vision_start_token", "vision_end_token",
 )  # fmt: skip
-# Names that mean something else to `apply_chat_template`, or to what it calls.
+# Names with another meaning for `apply_chat_template`, or for functions that it calls.
 _NO_VARIABLES = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     "messages",
@@ -43,11 +43,13 @@ _NO_VARIABLES = {
 
 
 async def in_turn(model: ServedModel, size: int, work: Callable[[], T], language: str | None = None) -> T:
-    """What `work` returns, which uses the model's tokenizer: one at a time, as it has settings that change.
+    """Runs `work`, which uses the model's tokenizer, and returns its result. Calls exclude each other: the tokenizer
+    has mutable settings.
 
     Args:
-        size: characters, or tokens, of its input. Many are worked on in a thread, as the server has others to answer.
-        language: that the tokenizer marks texts with. Raises BadRequest as `source_language`.
+        size: characters, or tokens, of its input. Large inputs are processed in a thread, to keep the server
+            responsive.
+        language: source language for the tokenizer. Raises BadRequest as `source_language`.
     """
     lock = _lock(model.tokenizer)
 
@@ -69,17 +71,17 @@ async def in_turn(model: ServedModel, size: int, work: Callable[[], T], language
 
 @lru_cache(maxsize=64)
 def _lock(tokenizer: Any) -> threading.Lock:
-    """Of a tokenizer, or of a processor, which has one of its own."""
+    """Returns the lock of a tokenizer, or of a processor, which has its own tokenizer."""
     return threading.Lock()
 
 
 def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of a conversation; each message counts, as the template reads also those without a text."""
+    """Returns the characters of a conversation. Each message adds some: the template processes empty ones too."""
     return sum(sum(map(len, texts_of(each))) + _MESSAGE for each in messages)
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """What is written in a message."""
+    """Returns the texts of a message."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
@@ -90,8 +92,8 @@ class Chat:
 
     Attributes:
         messages: role and content of each.
-        images: their URIs, in the order in which the messages have them.
-        settings: of the server, which has limits for them.
+        images: their URIs, in the order of the messages.
+        settings: of the server, with the limits of images.
     """
 
     messages: list[dict[str, Any]]
@@ -100,7 +102,7 @@ class Chat:
 
     @classmethod
     def of(cls, model: ServedModel, messages: Sequence[Message], settings: ServeSettings) -> Chat:
-        """That of a request. Raises BadRequest where it has images that the model, or the server, does not take."""
+        """Makes the conversation of a request. Raises BadRequest if the model, or the server, refuses its images."""
         found = [uri for message in messages for uri in message.images]
         if found and (model.processor is None or model.info.kind != "decoder-only"):
             raise BadRequest(f"{model.name} {model.no_images or 'takes text only'}", param="messages")
@@ -111,19 +113,19 @@ class Chat:
 def tokens_of(
     model: ServedModel, prompt: str | Sequence[int], cut: Cutting, param: str, room: int = 0, any_length: bool = False
 ) -> tuple[int, ...]:
-    """The tokens of a text; ids are taken as they are.
+    """Returns the tokens of a text; token ids are returned unchanged, but for truncation.
 
     Args:
-        model: that reads them.
+        model: reads the tokens.
         prompt: the text, or ids.
-        cut: how it is tokenised.
+        cut: options of tokenisation.
         param: field that it is from.
-        room: positions that new tokens need, where the model goes on behind the prompt.
-        any_length: no tokens are all right, and more than the model has positions: nobody runs it.
+        room: positions that new tokens need, if the model continues the prompt.
+        any_length: allows no tokens, and more than the model's positions: the model does not run.
 
     Raises:
-        TooLong: a text has so many characters that its tokens are too many, whatever they are.
-        BadRequest: there are none, or some that the tokenizer does not have, or `cut` leaves no room for special ones.
+        TooLong: a text has more characters than any tokens within the model's positions can have.
+        BadRequest: there are no tokens, or unknown ones, or `cut` leaves no room for special tokens.
     """
     most = _most(model, cut, room)
     if isinstance(prompt, str):
@@ -141,7 +143,7 @@ def tokens_of(
 def pair_of(
     model: ServedModel, texts: tuple[str, str], cut: Cutting, param: str
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The tokens of a pair of texts, and which of the two each is of, where the model is told that.
+    """Returns the tokens of a pair of texts, and their token types if the model uses them.
 
     Raises:
         TooLong: as for `tokens_of`.
@@ -161,12 +163,12 @@ async def chat_inputs(
     any_length: bool = False,
     language: str | None = None,
 ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
-    """The tokens of a conversation, those that stand for its images among them, and what the model reads besides.
+    """Returns the tokens of a conversation, image placeholders among them, and the model's other inputs.
 
     Args:
         chat: the conversation.
-        template: how the checkpoint's template writes it, which runs in Transformers' sandbox.
-        cut: how the text is tokenised.
+        template: options of the checkpoint's template, which runs in Transformers' sandbox.
+        cut: options of tokenisation.
         room: positions that new tokens need.
         any_length: as for `tokens_of`.
         language: as for `in_turn`.
@@ -197,10 +199,10 @@ async def chat_inputs(
 
 
 def _with_images(model: ServedModel, chat: Chat, text: str, cut: Cutting) -> tuple[tuple[int, ...], Mapping[str, Any]]:
-    """What the model's processor makes of a text and images. Raises BadRequest as `chat_inputs`."""
+    """Runs the model's processor on a text and images. Raises BadRequest as `chat_inputs`."""
     opened = images.decoded(chat.images, chat.settings)
     bos, special = model.processor.tokenizer.bos_token, cut.special
-    if "add_special_tokens" not in cut.model_fields_set:  # as the processor's own `apply_chat_template` decides
+    if "add_special_tokens" not in cut.model_fields_set:  # as in the processor's own `apply_chat_template`
         special = bos is None or not text.startswith(bos)
     try:
         with _lock(model.processor):
@@ -212,7 +214,7 @@ def _with_images(model: ServedModel, chat: Chat, text: str, cut: Cutting) -> tup
 
 
 def _check_placeholders(model: ServedModel, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises BadRequest where somebody has written what stands for an image, or a part of one."""
+    """Raises BadRequest if a message's text contains a placeholder of an image or a sound."""
     named = {
         getattr(each, name, None) for each in (model.processor, model.processor.tokenizer) for name in _PLACEHOLDERS
     }
@@ -225,7 +227,7 @@ def _check_placeholders(model: ServedModel, messages: Sequence[Mapping[str, Any]
 
 
 def chat_text(model: ServedModel, messages: Sequence[Mapping[str, Any]], template: Templating) -> str:
-    """A conversation as the model's template writes it. Raises BadRequest as `chat_inputs`."""
+    """Writes a conversation with the model's template. Raises BadRequest as `chat_inputs`."""
     tokenizer, variables = model.tokenizer, template.chat_template_kwargs or {}
     if not tokenizer.chat_template:
         raise BadRequest(
@@ -234,7 +236,7 @@ def chat_text(model: ServedModel, messages: Sequence[Mapping[str, Any]], templat
         )
     if wrong := sorted(set(variables) & (_NO_VARIABLES | tokenizer.special_tokens_map.keys())):
         raise BadRequest(f"chat_template_kwargs has {wrong[0]}: leave it out", param="chat_template_kwargs")
-    if "developer" not in str(tokenizer.chat_template):  # which newer clients of OpenAI's call the system
+    if "developer" not in str(tokenizer.chat_template):  # newer OpenAI clients call the system role so
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
         return str(
@@ -247,21 +249,21 @@ def chat_text(model: ServedModel, messages: Sequence[Mapping[str, Any]], templat
                 **variables,
             )
         )
-    except Exception as error:  # the template is a program: with these variables it may raise whatever it can
+    except Exception as error:  # the template is a program: with these variables it may raise any error
         raise BadRequest(
             f"the model's chat template refuses the messages: {one_line(error)}", param="messages"
         ) from error
 
 
 def check_ids(model: ServedModel, tokens: Sequence[int], param: str) -> None:
-    """Raises BadRequest where some are no ids of the tokenizer."""
+    """Raises BadRequest if some are not ids of the tokenizer."""
     size = len(model.tokenizer)
     if (wrong := next((token for token in tokens if not 0 <= token < size), None)) is not None:
         raise BadRequest(f"{param} has the token id {wrong}: {model.name} has those from 0 to {size - 1}", param=param)
 
 
 def check_length(model: ServedModel, prompt: int, new_tokens: int, param: str) -> None:
-    """Raises TooLong where a prompt, with the new tokens behind it, has more tokens than the model has positions."""
+    """Raises TooLong if a prompt and its new tokens exceed the model's positions."""
     positions = model.info.positions
     if positions is None or prompt + new_tokens <= positions:
         return
@@ -281,8 +283,8 @@ def text_of(model: ServedModel, prompt: str | Sequence[int], tokens: Sequence[in
 
 
 def _check_characters(model: ServedModel, texts: Sequence[str], param: str) -> None:
-    """Raises TooLong where texts have more characters than as many tokens as the model has positions. It is told
-    before they are tokenised, while others wait for the tokenizer.
+    """Raises TooLong if texts have more characters than any tokens within the model's positions can have. This check
+    comes before tokenisation, for which other requests would wait.
     """
     size, positions = sum(map(len, texts)), model.info.positions
     if positions is None or size <= _MANY or size <= positions * (longest := _longest_token(model.tokenizer)):
@@ -296,13 +298,13 @@ def _check_characters(model: ServedModel, texts: Sequence[str], param: str) -> N
 
 @lru_cache(maxsize=64)
 def _longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token."""
+    """Returns the characters of the longest token."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 @contextmanager
 def source_language(model: ServedModel, language: str | None) -> Iterator[None]:
-    """Inside, the tokenizer marks texts as being in this language.
+    """Sets the tokenizer's source language for the duration of a block.
 
     Raises:
         BadRequest: the model has no languages, or not this one.
@@ -319,7 +321,7 @@ def source_language(model: ServedModel, language: str | None) -> Iterator[None]:
 
 
 def language_token(model: ServedModel, language: str, param: str) -> int:
-    """The token of a language, by the name that the model's tokenizer has for it.
+    """Returns the token of a language, by the tokenizer's name for it.
 
     Raises:
         BadRequest: as `source_language`.
@@ -334,7 +336,7 @@ def language_token(model: ServedModel, language: str, param: str) -> int:
 
 
 def _most(model: ServedModel, cut: Cutting, room: int) -> int | None:
-    """Tokens to cut to; None for all of them."""
+    """Returns the number of tokens to truncate to; None for no truncation."""
     if cut.truncate_prompt_tokens != -1:
         return cut.truncate_prompt_tokens
     room = room if model.info.kind == "decoder-only" else 0
@@ -348,7 +350,7 @@ def _side(model: ServedModel, cut: Cutting) -> str:
 def _encoded(
     model: ServedModel, texts: tuple[str, ...], cut: Cutting, most: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Token ids, and token types where the tokenizer makes them."""
+    """Returns the token ids, and the token types if the tokenizer makes them."""
     tokenizer = model.tokenizer
     options: dict[str, Any] = {}
     if most is not None:

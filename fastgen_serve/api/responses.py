@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a chat in other shapes. Nothing is kept: each request has the whole conversation."""
+"""OpenAI's Responses API: a chat in other schemas. Nothing is stored: each request has the whole conversation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fastgen_serve.errors import BadRequest, ServeError
 __all__ = ["router", "write_error"]
 
 router = APIRouter(tags=["OpenAI"], responses=openai.ERRORS)
-# What chat completions call it, and its name here.
+# The parameters of chat completions that have another name here.
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "include", "n": "num_beams"}
 
 
@@ -58,7 +58,7 @@ async def respond(body: ResponseRequest, request: Request) -> Any:
 
 @dataclass
 class _Answer:
-    """What has come of an answer, and the events that say so."""
+    """An answer so far, and the events that report it."""
 
     run: openai.Run
     body: ResponseRequest
@@ -67,11 +67,11 @@ class _Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     calls: list[OutputCall] = field(default_factory=list)
     place: int | None = None
-    """Of the message in the output; None before it has begun."""
+    """Index of the message in the output; None before it has begun."""
     sent: int = 0
 
     def add(self, piece: Piece) -> list[TokenLogprobs]:
-        """Takes a piece; what its tokens have for log-probabilities."""
+        """Adds a piece; returns the log-probabilities of its tokens."""
         told = self.run.writer.message(piece).logprobs
         new = [] if told is None else told.content
         if self.place is None and (piece.text or (piece.end is not None and not self.calls and not piece.calls)):
@@ -129,7 +129,7 @@ class _Answer:
         return self._event("failed", response=self._response("failed", error=ResponseError(message=error.message)))
 
     def finished(self, last: Piece, usage: Usage) -> Response:
-        """The whole answer, behind its last piece."""
+        """Returns the whole answer, after its last piece."""
         is_cut = last.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         output: list[OutputMessage | OutputCall] = [*self.calls]

@@ -1,4 +1,4 @@
-"""The requests and answers of OpenAI's Responses: what there is of them without reasoning and kept answers."""
+"""The requests and answers of OpenAI's Responses API, without reasoning and stored answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InputImage(Body):
 class InputItem(Body):
     """A message; those of earlier answers are taken as they were sent."""
 
-    type: Literal["message"] = "message"  # refused first: items of other types have other fields
+    type: Literal["message"] = "message"  # its error comes first: items of other types have other fields
     role: Literal["developer", "system", "user", "assistant"]
     content: Annotated[
         Text | Annotated[list[InputPart | InputImage], Field(min_length=1, fail_fast=True)],
@@ -50,7 +50,7 @@ class InputItem(Body):
     phase: Any = off("commentary", "final_answer")
 
     def as_message(self) -> Message:
-        """The same in a chat completion."""
+        """Returns the equal message of a chat completion."""
         if isinstance(self.content, str):
             return Message(role=self.role, content=self.content)
         parts = [
@@ -74,7 +74,7 @@ class CallItem(Body):
     namespace: Any = off()
 
     def as_call(self) -> ToolCall:
-        """The same in a chat completion."""
+        """Returns the equal call of a chat completion."""
         return ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
 
 
@@ -88,7 +88,7 @@ class CallOutputItem(Body):
     status: Annotated[ItemStatus | None, unused()] = None
 
     def as_message(self) -> Message:
-        """The same in a chat completion."""
+        """Returns the equal message of a chat completion."""
         text = self.output if isinstance(self.output, str) else "\n".join(part.text for part in self.output)
         return Message(role="tool", tool_call_id=self.call_id, content=text)
 
@@ -98,7 +98,7 @@ class TextFormat(NamedSchema):
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """What `fastgen.Grammar` makes of it; None for any text."""
+        """Keywords of `fastgen.Grammar`; None for no constraint."""
         return None if self.type == "text" else self.as_form()
 
 
@@ -111,7 +111,7 @@ _KINDS: dict[Any, type[Body]] = {"function_call": CallItem, "function_call_outpu
 
 
 def _by_type(value: Any, validate: Any) -> Any:
-    """Of a union, errors would have the names of its classes."""
+    """Validates an item by its type: the errors of a union would name its classes."""
     if isinstance(value, Body):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
@@ -122,7 +122,7 @@ Item = Annotated[InputItem | CallItem | CallOutputItem, WrapValidator(_by_type)]
 
 
 def _as_items(value: Any) -> Any:
-    """A text is what the user says. A field for two types would not name the item that is wrong."""
+    """Makes a text the user's message. A field with a union of two types would not name the invalid item."""
     if isinstance(value, str):
         return [InputItem(role="user", content=encodable(value))]
     if not isinstance(value, list):
@@ -178,7 +178,7 @@ class ResponseRequest(Conversation):
     @field_validator("tools", mode="before")
     @classmethod
     def _as_in_a_chat(cls, value: Any) -> Any:
-        """Functions are written flat here."""
+        """Converts functions, which the Responses API does not nest."""
         return [_nested(each) for each in value] if isinstance(value, list) else value
 
     @field_validator("tool_choice", mode="before")
@@ -188,7 +188,7 @@ class ResponseRequest(Conversation):
 
     @property
     def _format(self) -> TextFormat:
-        """Of the text of an answer, as far as it says so here."""
+        """The format of the answer's text that `text` sets."""
         return (self.text and self.text.format) or TextFormat(type="text")
 
     def _form(self) -> dict[str, Any] | None:
@@ -213,12 +213,12 @@ class ResponseRequest(Conversation):
 
     @property
     def text_answer(self) -> TextAnswer:
-        """What the answer says of its form."""
+        """The answer's field for the format of its text."""
         return TextAnswer(format=self._format.model_dump(by_alias=True, exclude_none=True))
 
     @property
     def tools_answer(self) -> dict[str, Any]:
-        """What the answer says of its tools."""
+        """The answer's fields for its tools."""
         if not self.tools:
             return {}
         chosen = self.chosen_name
@@ -232,12 +232,12 @@ class ResponseRequest(Conversation):
         }
 
     def messages(self) -> list[Message]:
-        """Those of a chat completion."""
+        """Returns the equal messages of a chat completion."""
         said = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         for item in self.input:
             if not isinstance(item, CallItem):
                 said.append(item.as_message())
-            elif said and said[-1].role == "assistant":  # a message has the calls behind it
+            elif said and said[-1].role == "assistant":  # an assistant's calls belong to its message
                 said[-1].tool_calls = [*(said[-1].tool_calls or ()), item.as_call()]
             else:
                 said.append(Message(role="assistant", content="", tool_calls=[item.as_call()]))
@@ -245,7 +245,7 @@ class ResponseRequest(Conversation):
 
 
 def _nested(value: Any) -> Any:
-    """A function, or its name, as chat completions have it."""
+    """Nests a function, or its name, as in chat completions."""
     if not isinstance(value, dict) or value.get("type") != "function" or "function" in value:
         return value
     return {"type": "function", "function": {name: each for name, each in value.items() if name != "type"}}

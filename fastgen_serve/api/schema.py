@@ -1,4 +1,4 @@
-"""What the bodies of requests are made of, in all interfaces for JSON."""
+"""Building blocks of request bodies, for all JSON interfaces."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _more_is_null(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object of a request: a field that is not known, or has another type, is refused.
+    """A JSON object of a request. Unknown fields, and values of another type, are refused.
 
-    Fields that are not known may be null, as some clients send all that they know. 5.0 is the number 5, as in JSON.
+    Unknown fields may be null, because some clients send all fields that they know. 5.0 is the integer 5, as in JSON.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_more_is_null)
@@ -46,7 +46,7 @@ class Body(BaseModel):
             return fields
         names = {field.alias or name for name, field in cls.model_fields.items()}
         known = {name: value for name, value in fields.items() if name in names}
-        # One that is refused is enough: each of thousands takes as long as a request.
+        # One unknown field is enough for an error: validating thousands would take as long as a request.
         wrong = next((name for name, value in fields.items() if value is not None and name not in known), None)
         known |= {} if wrong is None else {wrong: fields[wrong]}
         return {
@@ -65,42 +65,42 @@ class Body(BaseModel):
 
 
 def said(error: ErrorDetails) -> str:
-    """What is wrong with a field, for those who sent it."""
+    """Returns what is wrong with a field, for the client."""
     return "is not known here: leave it out" if error["type"] == "extra_forbidden" else error["msg"]
 
 
 def validated(model: type[Model], fields: Mapping[str, Any], whole: str) -> Model:
-    """A body of these fields. Raises BadRequest for the first that is wrong, or for `whole`, which they are of."""
+    """Validates a body of these fields. Raises BadRequest for the first invalid one, or for `whole` itself."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else None  # of a name that is no text, there is none
+        name = str(first["loc"][0]) if first["loc"] else None  # None for an error of the whole body
         raise BadRequest(f"{name or whole}: {said(first)}", param=name) from error
 
 
 def media_type(request: Request) -> str:
-    """Of a request's body."""
+    """Returns the media type of a request's body."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _equals(value: Any, other: Any) -> bool:
-    """As JSON has it, where false is not 0."""
+    """Compares as JSON does, where false is not 0."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def off(*values: Any) -> Any:
-    """A field that is not supported: null, and these values, which ask for nothing, are accepted."""
+    """Declares an unsupported field: null, and these values, which ask for nothing, are accepted."""
     return Field(None, description="Not supported.", json_schema_extra={"enum": [*values, None]})
 
 
 def unused() -> Any:
-    """For a field that is accepted whatever it says."""
+    """Declares a field whose value is accepted and ignored."""
     return Field(description="Accepted, and not used.")
 
 
 def at_most(count: int) -> Any:
-    """For an object with so many fields: more are not looked at, as what is wrong with each would be written."""
+    """Limits an object's fields. A larger object is not validated, because each invalid field adds an error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -120,11 +120,11 @@ def encodable(text: str) -> str:
     return text
 
 
-_DEEPEST = 100  # levels of JSON: less than llguidance reads, and than pickle, jinja and others can take
+_DEEPEST = 100  # levels of JSON: fewer than llguidance reads, and than pickle, jinja and others can process
 
 
 def plain(value: Any) -> Any:
-    """Checks JSON of any kind that is handed on: it can be walked, sent to a worker, and written."""
+    """Checks arbitrary JSON that is passed on: it can be traversed, sent to a worker, and written."""
     level, depth = [value], 0
     while level:
         level = [each for part in level for each in (part.values() if isinstance(part, dict) else part)]
@@ -136,7 +136,7 @@ def plain(value: Any) -> Any:
 
 
 def described(message: str) -> Any:
-    """For a field of several types: one message says what it may be, in place of one for each type."""
+    """Gives a field of several types a single error message, in place of one for each type."""
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -152,9 +152,9 @@ Text = Annotated[str, AfterValidator(encodable)]
 Unused = Annotated[Text | None, unused()]
 ModelName = Annotated[str | None, Field(description="Name of a model that is served; the first one without it.")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Lists end at the first that is wrong: all of them take minutes.
+# Validation of a list stops at the first invalid element: errors for all could take minutes.
 Texts = Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-# Texts, or token ids, or several of either.
+# A text, or token ids, or a list of either.
 Inputs = Annotated[
     Texts
     | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -169,12 +169,12 @@ MULTIPART = "multipart/form-data"
 
 
 def request_body(model: type[BaseModel], *types: str) -> dict[str, Any]:
-    """The documentation of a body that FastAPI does not read itself, in any of these types."""
+    """Returns the documentation of a body that FastAPI does not parse itself, for each of these media types."""
     schema = {"schema": model.model_json_schema()}
     return {"requestBody": {"required": True, "content": dict.fromkeys(types, schema)}}
 
 
-# What any interface may answer.
+# The errors that every interface may answer with.
 _FAILURES: dict[int | str, str] = {
     413: "The body is too large.",
     429: "Too many requests wait: try again.",
@@ -185,12 +185,12 @@ _FAILURES: dict[int | str, str] = {
 
 
 def error_responses(model: type[BaseModel], own: dict[int | str, str]) -> dict[int | str, dict[str, Any]]:
-    """The errors of an interface for its documentation: their shape, and by status what they mean."""
+    """Returns the errors of an interface for its documentation: their schema, and their meaning by status."""
     return {status: {"model": model, "description": text} for status, text in {**own, **_FAILURES}.items()}
 
 
 def as_list(inputs: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Inputs, one by one: each a text, or token ids."""
+    """Returns the inputs as a list: each a text, or token ids."""
     if isinstance(inputs, str):
         return [inputs]
     if isinstance(inputs[0], int):

@@ -1,7 +1,6 @@
-"""Calls of tools in what a model writes: read while it is written, by Transformers' parser of responses.
+"""Parses tool calls in a model's output while it is generated, with Transformers' response parser.
 
-How a model writes a call, its tokenizer says (`response_template`), or else what is known of the marks in its chat
-template.
+The tokenizer defines how a model writes a call (`response_template`); otherwise the marks in its chat template tell.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from fastgen_serve.api.tools_schema import Tool
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import Generate
 
-_Parser: Any = None  # in older releases: calls that must be are read without it
+_Parser: Any = None  # None in older releases: forced calls do not need it
 with contextlib.suppress(ImportError):
     from transformers.utils.chat_parsing import ResponseParser as _Parser
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
-_PYTHON = "<|python_tag|>"  # Llama 3 may put it in front of a call
-# What calls look like, in the words of that parser, by the marks of a chat template: the first that has them all.
+_PYTHON = "<|python_tag|>"  # Llama 3 may write it before a call
+# By the marks of a chat template, the format of calls, in that parser's terms. The first entry whose marks all occur
+# applies.
 _FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (  # Qwen3-Coder, Qwen3.5
         ("<tool_call>", "<function="),
@@ -86,13 +86,13 @@ _FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     ),
 )
 _THINK = "<think>"
-# What templates call what a model thinks before it answers.
+# Names of the fields with a model's reasoning in response templates.
 _REASONING = ("reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool; the arguments are JSON."""
+    """A tool call; the arguments are JSON."""
 
     name: str
     arguments: str
@@ -100,20 +100,20 @@ class Call:
 
     @classmethod
     def of(cls, name: Any, arguments: Any) -> Call:
-        """ValueError or RecursionError: it is no call, or none that can be written as JSON."""
+        """Makes a call. ValueError or RecursionError: it is not a call, or cannot be written as JSON."""
         found = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
         if not isinstance(name, str) or not isinstance(found, dict):
             raise ValueError("a call without a name, or without arguments")
-        name.encode()  # half of a surrogate pair, which JSON may name, cannot be sent: UnicodeEncodeError
+        name.encode()  # UnicodeEncodeError for a lone surrogate, which JSON can express but nobody can send
         text = json.dumps(found, ensure_ascii=False, allow_nan=False)
         if any("\ud800" <= each <= "\udfff" for each in text):
             text = json.dumps(found)
-        return cls(name, text, uuid.uuid4().hex[:9])  # nine, as templates of Mistral's want it
+        return cls(name, text, uuid.uuid4().hex[:9])  # nine characters, as Mistral's templates require
 
 
 @dataclass
 class Part:
-    """What has become certain of an answer."""
+    """The part of an answer that has become final."""
 
     content: str = ""
     reasoning: str = ""
@@ -127,7 +127,7 @@ class Part:
 
 
 def check_template(tokenizer: Any, needs_parser: bool) -> None:
-    """Raises BadRequest where a model is not told of tools, or nobody knows how it writes calls."""
+    """Raises BadRequest if a model is not told about tools, or the format of its calls is unknown."""
     if "tools" not in str(tokenizer.chat_template):
         raise BadRequest("tools: the model's chat template does not tell it of any, leave them out", param="tools")
     if needs_parser and _template_of(tokenizer) is None:
@@ -139,19 +139,19 @@ def check_template(tokenizer: Any, needs_parser: bool) -> None:
 
 @lru_cache(maxsize=64)
 def _template_of(tokenizer: Any) -> dict[str, Any] | None:
-    """How answers of a model are written, as Transformers' parser reads it; None where nobody knows."""
+    """Returns the response template of a model for Transformers' parser; None if its format is unknown."""
     if _Parser is None:
         return None
     template: dict[str, Any] | None = getattr(tokenizer, "response_template", None) or _template_by_marks(tokenizer)
     try:
         _Parser(template, prefix="")
-    except ValueError:  # it has what this release does not know, or there is none
+    except ValueError:  # there is none, or it needs a newer release
         return None
     return template
 
 
 def _template_by_marks(tokenizer: Any) -> dict[str, Any] | None:
-    """The same of a tokenizer that does not say it, by what is known of its chat template."""
+    """Returns the response template for a tokenizer without one, by the marks in its chat template."""
     text = str(tokenizer.chat_template)
     calls = next((calls for marks, calls in _FORMATS if all(mark in text for mark in marks)), None)
     if calls is None:
@@ -162,7 +162,7 @@ def _template_by_marks(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def mark_of_calls(tokenizer: Any) -> str | None:
-    """What the calls of a model begin with; None where they begin as other answers may, or nobody knows."""
+    """Returns the mark that starts a model's calls; None if other answers may start alike, or it is unknown."""
     template = _template_of(tokenizer) or {}
     own = template.get("fields", {}).get("tool_calls", {})
     if isinstance(own.get("open"), str):
@@ -171,12 +171,12 @@ def mark_of_calls(tokenizer: Any) -> str | None:
 
 
 class FreeAnswer:
-    """Reads an answer in which the model may call tools.
+    """Parses an answer in which the model may call tools.
 
     Args:
         tokenizer: of the model.
-        prompt: text that the answer goes on from: it may have begun the answer.
-        tools: that there are.
+        prompt: text that precedes the answer, and may contain its beginning.
+        tools: the available tools.
     """
 
     is_named = False
@@ -188,17 +188,17 @@ class FreeAnswer:
             last = prompt.rfind(_THINK)
             prompt = "" if last < 0 or prompt[last + len(_THINK) :].strip() else prompt[last:]
         self._parser = _Parser(template, prefix=prompt, tools=[each.as_template_reads() for each in tools])
-        # What has been written, up to where something has come of it, and where the parser is.
+        # The text so far, the end of its part that has been emitted, and the parser's position.
         self._raw, self._read, self._parsed = "", 0, 0
         self._has_content, self._is_text = False, False
 
     def push(self, text: str) -> Part:
-        """What is certain behind this text."""
+        """Returns the part that this text makes final."""
         self._raw += text
         return self._part(lambda: self._parser.feed(text))
 
     def finish(self) -> Part:
-        """The rest, behind the end."""
+        """Returns the rest, after the end."""
         return self._part(lambda: self._parser.finalize()[1])
 
     def _part(self, events: Callable[[], list[dict[str, Any]]]) -> Part:
@@ -208,10 +208,10 @@ class FreeAnswer:
                 for event in events():
                     self._take(event, part)
             except (ValueError, KeyError, TypeError, RecursionError):
-                self._is_text = True  # what looked like a call is none: it is text, as what follows
+                self._is_text = True  # what looked like a call is text, and so is the rest
         if self._is_text:
             part.content, self._read = part.content + self._raw[self._read :], len(self._raw)
-        if not self._has_content:  # templates have lines between the parts of an answer
+        if not self._has_content:  # templates have line breaks between the parts of an answer
             part.content = part.content.lstrip()
         self._has_content = self._has_content or bool(part.content)
         return part
@@ -233,10 +233,10 @@ class FreeAnswer:
 
 
 class ForcedAnswer:
-    """Reads an answer that has the form of calls.
+    """Parses an answer that is constrained to the form of calls.
 
     Args:
-        name: of the function whose arguments it is; None for a list of calls.
+        name: of the function whose arguments the answer is; None for a list of calls.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -248,7 +248,7 @@ class ForcedAnswer:
         return Part()
 
     def finish(self) -> Part:
-        """The calls. What was cut off is text."""
+        """Returns the calls. Output that was cut off is text."""
         try:
             value = json.loads(self._text)
         except ValueError:
@@ -262,10 +262,10 @@ Answer = FreeAnswer | ForcedAnswer
 
 
 def answer_of(tokenizer: Any, body: Conversation, prompt: tuple[int, ...]) -> Callable[[], Answer] | None:
-    """What makes what reads the answers of a conversation with tools; None where answers are text.
+    """Returns the factory of parsers for the answers to a conversation with tools; None without tools.
 
     Raises:
-        BadRequest: the model is told of no tools, or nobody knows how it calls them.
+        BadRequest: the model is not told about tools, or the format of its calls is unknown.
     """
     if not body.usable_tools:
         return None
@@ -276,7 +276,7 @@ def answer_of(tokenizer: Any, body: Conversation, prompt: tuple[int, ...]) -> Ca
 
 
 def with_calls(tokenizer: Any, body: Conversation, job: Generate) -> Generate:
-    """A job whose results may be calls, too, where the model decides and the others are JSON of a schema."""
+    """Allows calls besides the job's JSON form, if the model may decide between the two."""
     form = None if body.must_call or not body.usable_tools else job.form
     mark = mark_of_calls(tokenizer) if form is not None and "json_schema" in form else None
     return job if form is None or mark is None else replace(job, form={**form, "unless": mark})

@@ -1,4 +1,4 @@
-"""Tools that a model may call, and its calls, as OpenAI's interface has them."""
+"""Tools that a model may call, and its calls, in OpenAI's schema."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tool(Body):
     function: Function
 
     def as_template_reads(self) -> dict[str, Any]:
-        """What Transformers' chat templates get."""
+        """Returns the tool as Transformers' chat templates read it."""
         own = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {"type": "function", "function": {"parameters": {**ANY_OBJECT, "properties": {}}, **own}}
 
@@ -44,7 +44,7 @@ class ChosenTool(Body):
 
 
 def _check_arguments(text: str) -> str:
-    """The same as a template can have it: some models write none where a function takes none."""
+    """Returns arguments that a template can read: some models write none for a function without parameters."""
     try:
         found = json.loads(text.strip() or "{}")
     except (ValueError, RecursionError):
@@ -78,12 +78,12 @@ class ToolCall(Body):
 
 
 def form_of_arguments(function: Function) -> dict[str, Any]:
-    """The schema of the arguments of one function: an object, whatever else is said of it."""
+    """Returns the schema of a function's arguments, which must be an object."""
     return {**(function.parameters or {}), **ANY_OBJECT}
 
 
 def form_of_calls(functions: Sequence[Function], most: int | None) -> dict[str, Any]:
-    """The schema of a list of calls of some functions, `most` at the most: each with its name and parameters."""
+    """Returns the schema of a list of at most `most` calls of some functions, each with its name and parameters."""
     calls, shared = [], {}
     for number, function in enumerate(functions):
         place = f"#/$defs/{number}"
@@ -97,7 +97,7 @@ def form_of_calls(functions: Sequence[Function], most: int | None) -> dict[str, 
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """A schema whose references to its own parts are right at a place in another one."""
+    """Rewrites the schema's references to its own parts for its place in another schema."""
 
     def moved(part: Any) -> Any:
         if isinstance(part, list):
@@ -110,6 +110,6 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
             found["$ref"] = place + own[1:]
         return found
 
-    # With an address of its own, references would be relative to that.
+    # References would be relative to an `$id`.
     whole: dict[str, Any] = moved({name: each for name, each in schema.items() if name != "$id"})
     return whole

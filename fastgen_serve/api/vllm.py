@@ -1,4 +1,4 @@
-"""vLLM's paths beyond OpenAI's: classes, scores of pairs, an order of documents, and what a tokenizer does."""
+"""vLLM's paths beyond OpenAI's: classification, pair scores, reranking, tokenisation."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def detokenize(body: schema.DetokenizeRequest, request: Request) -> schema
 async def _scores(
     request: Request, body: schema.Pairing, pairs: list[tuple[str, str]]
 ) -> tuple[ServedModel, list[float], schema.PoolingUsage]:
-    """The model, a score for each pair, and what that took."""
+    """Returns the model, a score for each pair, and the usage."""
     param = "documents" if isinstance(body, schema.RerankRequest) else "text_2"
     check_batch(request, pairs, param)
     model = served_model(request, body.model, "labels", "vector")
@@ -132,7 +132,7 @@ async def _scores(
 async def _closeness(
     model: ServedModel, body: schema.Pairing, pairs: list[tuple[str, str]]
 ) -> tuple[list[float], schema.PoolingUsage]:
-    """The cosine of the vectors of each pair. A text that is on a side of several pairs is encoded once."""
+    """Returns the cosine similarity of each pair. Encodes a text that is on a side of several pairs once."""
     if body.use_activation is not None:
         raise BadRequest("use_activation: a cosine has none, leave it out", param="use_activation")
     sides = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
@@ -151,7 +151,7 @@ def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _activated(model: ServedModel, numbers: list[float], use_activation: bool | None) -> list[float]:
-    """The numbers of a row as probabilities. The only number of a model with one label is a logit until then."""
+    """Returns a row as probabilities. Only the single number of a model with one label is still a logit."""
     if use_activation is False and model.info.scores != "raw":
         raise BadRequest("use_activation: this model's scores are probabilities, leave it out", param="use_activation")
     if model.info.scores != "raw" or len(numbers) != 1 or use_activation is False:

@@ -1,4 +1,4 @@
-"""The requests and answers of vLLM's further paths."""
+"""The requests and answers of vLLM's additional paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Activation = Annotated[
     bool | None,
     Field(description="false: the number of the model as it is, where it has one label. Without it, a probability."),
 ]
-# The two sides of a pair go by several names.
+# The alternative names of a pair's two sides.
 _SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 
@@ -31,7 +31,7 @@ class ClassifyRequest(Cutting):
 
 
 class Pairing(Cutting):
-    """What scores of pairs and rerank have in common. A pair always has the special tokens that the model expects."""
+    """The common fields of pair scores and reranking. A pair always has the special tokens that the model expects."""
 
     model: ModelName = None
     use_activation: Activation = None

@@ -1,4 +1,4 @@
-"""Texts and files in, translations out: languages of models, sentences, markup, files, the detector of languages.
+"""Translates texts and files: models' languages, sentences, markup, file formats, language detection.
 
-`translator` is what an interface calls.
+`translator` is the interface.
 """

@@ -1,4 +1,4 @@
-"""Which language a text is in."""
+"""Detects the language of a text."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from fastgen_serve.translation import languages
 from fastgen_serve.translation.sentences import has_letters
 
-# What a detector reads of a text: more makes it no surer.
+# Characters that the detector reads: more would not improve its result.
 _CHARACTERS = 4000
 _MOST = 3
 
 
 @dataclass(frozen=True)
 class Detected:
-    """A language, and how likely it is: from 0 to 100."""
+    """A language, and its probability in percent."""
 
     language: str
     confidence: float
 
 
 def detect(text: str, served: Collection[str]) -> list[Detected]:
-    """The likeliest of the served languages, best first: at most three.
+    """Returns the likeliest of the served languages, best first: at most three.
 
-    Their confidence counts all languages that the detector knows: a text in none of the served ones gets low numbers.
-    For a text without letters, or in none of them at all, that is the first one, with a confidence of 0.
+    Their confidence counts all languages that the detector knows: a text in none of the served ones gets low values.
+    If no served language is likely, or the text has no letters, returns the first one with a confidence of 0.
     """
     found: dict[str, float] = {}
     if has_letters(text):
@@ -42,5 +42,5 @@ def detect(text: str, served: Collection[str]) -> list[Detected]:
 
 @functools.cache
 def _identifier() -> LanguageIdentifier:
-    """py3langid's model, which is in its package. Our own: its settings are others' in the module's."""
+    """Returns py3langid's model, which its package contains. A separate instance, because the module's is shared."""
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

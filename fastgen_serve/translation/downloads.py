@@ -1,4 +1,4 @@
-"""Translated files, until they are fetched: in memory, under names that nobody guesses, for some minutes."""
+"""Keeps translated files in memory, under unguessable names, for some minutes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fastgen_serve.errors import Busy
 
-# Seconds that a file can be fetched for, and bytes of all that wait for that.
+# Lifetime of a file in seconds, and limit in bytes of all files.
 LIFE = 1200.0
 MOST_BYTES = 128 * 2**20
 
@@ -18,8 +18,8 @@ class Downloads:
     """Files by name, oldest first.
 
     Args:
-        life: seconds after which a file is gone.
-        most: bytes of all files.
+        life: lifetime of a file in seconds.
+        most: limit in bytes of all files.
         now: the clock.
     """
 
@@ -29,10 +29,10 @@ class Downloads:
         self._bytes = 0
 
     def add(self, data: bytes, ending: str) -> str:
-        """Keeps a file. Returns its name.
+        """Stores a file. Returns its name.
 
         Raises:
-            Busy: others leave no room for it.
+            Busy: other files leave no room for it.
         """
         self._forget()
         if self._bytes + len(data) > self._most:
@@ -43,7 +43,7 @@ class Downloads:
         return name
 
     def get(self, name: str) -> bytes | None:
-        """The file of this name; None if there is none any more."""
+        """Returns the file of this name; None if it is unknown, or has expired."""
         self._forget()
         found = self._files.get(name)
         return None if found is None else found[1]

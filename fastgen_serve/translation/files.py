@@ -1,4 +1,4 @@
-"""Files whose text is translated, by the endings of their names."""
+"""Reads and writes the files to translate, by extension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.translation import markup, office, sentences
 from fastgen_serve.translation.sentences import Piece
 
-# By ending, the media type of the result.
+# By extension, the media type of the result.
 FORMATS = {
     ".txt": "text/plain; charset=utf-8",
     ".srt": "application/x-subrip; charset=utf-8",
@@ -22,7 +22,7 @@ FORMATS = {
     ".odp": "application/vnd.oasis.opendocument.presentation",
 }
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# A cue of subtitles: its number and time, and then its text, up to an empty line.
+# A subtitle cue: its number and time, and then its text, up to an empty line.
 _CUE = re.compile(r"((?:^\d+[ \t]*\n)?^[\d:,.]+[ \t]*-->.*\n)((?:.*\S.*(?:\n|\Z))*)", re.M)
 _DASHES = ("-", "–", "—")
 
@@ -32,15 +32,15 @@ class Document(NamedTuple):
 
     pieces: list[Piece]
     write: Callable[[Sequence[Piece]], bytes]
-    """Makes the file with other pieces: as many."""
+    """Returns the file with these pieces in place of its own, of equal number."""
 
 
 def read(data: bytes, ending: str) -> Document:
-    """The document in a file.
+    """Reads the document in a file.
 
     Args:
         data: the file.
-        ending: one of `FORMATS`.
+        ending: its extension, one of `FORMATS`.
 
     Raises:
         BadRequest: it has another format, is damaged, larger than this server unpacks, or has too many sentences.
@@ -53,7 +53,7 @@ def read(data: bytes, ending: str) -> Document:
 
 
 def _subtitles(text: str) -> list[Piece]:
-    """SubRip. The lines of a cue are one text, which becomes one line; those of a dialogue begin with a dash each."""
+    """Cuts SubRip. Joins the lines of a cue to one, except in dialogues, whose lines begin with a dash each."""
     return sentences.limited(_cues(text.replace("\r\n", "\n")))
 
 
@@ -68,13 +68,13 @@ def _cues(text: str) -> Iterator[Piece]:
 
 
 def _spoken(lines: str) -> str:
-    """The lines of a cue as one, but for those that begin with a dash."""
+    """Returns the lines of a cue joined to one, but for those that begin with a dash."""
     stripped = [line.strip() for line in lines.rstrip("\n").split("\n")]
     parts = [("\n" if line.startswith(_DASHES) else " ") + line for line in stripped]
     return "".join(parts)[1:]
 
 
-# By ending, what makes pieces of a text, and a text of pieces.
+# By extension, the functions that cut a text into pieces, and join them.
 _OF_TEXT: dict[str, tuple[Callable[[str], list[Piece]], Callable[[Sequence[Piece]], str]]] = {
     ".txt": (sentences.cut, sentences.join),
     ".html": (markup.cut, markup.join),

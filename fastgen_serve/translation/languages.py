@@ -1,4 +1,4 @@
-"""Codes of languages: those that clients send and read, and those that checkpoints use."""
+"""Codes of languages: those of clients, and those of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from fastgen_serve.translation.names import NAMES, OTHER_CODES, SCRIPTS
 
-# What clients of LibreTranslate send besides, and codes of regions where these stand for a script.
+# Other codes of LibreTranslate's clients, and regions that stand for a script.
 _ALIASES = {
     "zt": "zh-Hant",
     "pb": "pt-BR",
@@ -17,13 +17,13 @@ _ALIASES = {
     "zh-TW": "zh-Hant",
     "zh-HK": "zh-Hant",
 }
-# Tried in turn where a code is not served: simplified Chinese is what most models mean by Chinese.
+# Alternatives if a code is not served, in order: most models mean simplified Chinese by Chinese.
 _VARIANTS = {"zh": ("zh-Hans", "zh-Hant"), "no": ("nb", "nn"), "nb": ("no",), "nn": ("no",), "pt": ("pt-BR", "pt-PT")}
 _CODE = re.compile(r"([A-Za-z]{2,3})(?:[-_]([A-Za-z]{2,4}))?")
 
 
 def standard(code: str) -> str | None:
-    """The code in the form that clients read: "de", "zh-Hans", "pt-BR". None for what is not the code of a language.
+    """Returns the code in the clients' form: "de", "zh-Hans", "pt-BR". None if it is not the code of a language.
 
     Args:
         code: "de", "deu", "deu_Latn", "de_DE", "zh_CN", "cmn_Hans", "pt_br", ...: in any case of letters.
@@ -39,9 +39,9 @@ def standard(code: str) -> str | None:
 
 
 def shortest(own: Iterable[str]) -> dict[str, str]:
-    """What clients call the languages of a model: its own code, by the shortest that tells it from the others.
+    """Returns a model's own code of each language by the client's: the shortest that distinguishes it from the others.
 
-    A script or a region stays where the model has several of them, and with Chinese.
+    A script or a region stays if the model has several variants of a language, and for Chinese.
     """
     known = [(code, found) for code in own if (found := standard(code)) is not None]
     languages = Counter(found.partition("-")[0] for _, found in known)
@@ -53,7 +53,7 @@ def shortest(own: Iterable[str]) -> dict[str, str]:
 
 
 def find(code: str, served: Collection[str]) -> str | None:
-    """Which of the served languages a client means: the same, its usual variant, or the language without its region."""
+    """Returns the served language that a client means: the same, its usual variant, or it without its region."""
     found = standard(code)
     if found is None:
         return None
@@ -65,7 +65,7 @@ def find(code: str, served: Collection[str]) -> str | None:
 
 
 def name(code: str) -> str:
-    """The English name of a language. The code itself for one that nobody knows."""
+    """Returns the English name of a language; its code if the name is unknown."""
     language, _, rest = code.partition("-")
     known = NAMES.get(language, language)
     return f"{known} ({SCRIPTS.get(rest, rest)})" if rest else known

@@ -1,6 +1,6 @@
-"""HTML: the text between tags is translated, all else stays byte for byte.
+"""HTML: translates the text between tags, and keeps all else byte for byte.
 
-`html.parser` takes quadratic time for tags that do not end, so markup is read here: each character once.
+`html.parser` takes quadratic time for unclosed tags. This parser reads each character once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from html import escape, unescape
 from fastgen_serve.translation import sentences
 from fastgen_serve.translation.sentences import Piece
 
-# Up to their end tag, what is inside these is text, without tags.
+# Elements whose content is text without tags, up to their end tag.
 _RAW = frozenset("script style textarea title xmp iframe noembed noframes noscript".split())
 _KEPT = frozenset("script style textarea xmp iframe noembed noframes code kbd samp var svg math object".split())
-# Elements that have no end.
+# Elements without an end tag.
 _EMPTY = frozenset("area base br col embed hr img input link meta param source track wbr".split())
 _TAG = re.compile(r"<(/?)([A-Za-z][^\s/>]*)")
 _VALUE_OR_END = re.compile(r"""=\s*(["'])|>""")
@@ -27,19 +27,19 @@ _LARGE_REFERENCE = re.compile(r"&#(?:[0-9]{8,}|[xX][0-9a-fA-F]{7,});?")
 
 
 def cut(html: str, most: int = sentences.MOST_PIECES) -> list[Piece]:
-    """The markup as pieces: sentences are plain text, what is kept is markup. `join` puts them together.
+    """Cuts markup into pieces: sentences are plain text, all else is markup. `join` joins them.
 
-    Each run of text between two tags is cut into sentences by itself. Elements with `translate="no"` or the class
-    "notranslate" are kept, as is what is code, a script or a style.
+    Each run of text between two tags is cut into sentences separately. Elements with `translate="no"` or the class
+    "notranslate" are kept, and so are code, scripts and styles.
 
     Raises:
-        BadRequest: there are more pieces.
+        BadRequest: there are more than `most` pieces.
     """
     return sentences.limited(_cut(html, most), most)
 
 
 def join(pieces: Iterable[Piece]) -> str:
-    """The markup that pieces make up."""
+    """Joins pieces to markup."""
     return "".join(_escape(piece.text) if piece.is_sentence else piece.text for piece in pieces)
 
 
@@ -63,7 +63,7 @@ def _cut(html: str, most: int) -> Iterator[Piece]:
 
 
 def _parts(html: str) -> Iterator[tuple[str | None, bool, str]]:
-    """Markup as it is read: the name of a tag (None for text, "" for a comment), whether it ends an element, itself."""
+    """Yields the parts of the markup: a tag's name (None for text, "" for a comment), if it is an end tag, the text."""
     position = 0
     while position < len(html):
         begin = _next_markup(html, position)
@@ -85,7 +85,7 @@ def _parts(html: str) -> Iterator[tuple[str | None, bool, str]]:
 
 
 def _next_markup(html: str, position: int) -> int:
-    """Where the next tag or comment begins: not each "<" does."""
+    """Returns the start of the next tag or comment. Not every "<" starts one."""
     while (position := html.find("<", position)) >= 0:
         following = html[position + 1 : position + 2]
         if following in ("!", "?", "/") or (following.isascii() and following.isalpha()):
@@ -95,7 +95,7 @@ def _next_markup(html: str, position: int) -> int:
 
 
 def _end_of_tag(html: str, position: int) -> int:
-    """Behind the tag: a ">" inside a value in quotes does not end it. One without an end takes the rest."""
+    """Returns the end of the tag. A ">" in a quoted value does not end it; an unclosed tag extends to the end."""
     while match := _VALUE_OR_END.search(html, position):
         if match[1] is None:
             return match.end()

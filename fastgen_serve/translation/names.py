@@ -1,8 +1,8 @@
-"""Languages: the code in use (ISO 639-1 where there is one, else ISO 639-3), other codes for it, its English name."""
+"""Languages: the code in use (ISO 639-1 if it exists, else ISO 639-3), other codes for it, its English name."""
 
 from __future__ import annotations
 
-# Other codes: ISO 639-3 ones, of which checkpoints such as NLLB-200 use that of the most usual variety, and old ones.
+# Other codes are from ISO 639-3 (checkpoints such as NLLB-200 use that of the most common variety), or obsolete.
 _TABLE = """
 ace - Acehnese
 acm - Mesopotamian Arabic
@@ -232,7 +232,7 @@ zh zho,cmn,chi Chinese
 zu zul Zulu
 """
 
-# By the scripts that a code may name (ISO 15924), which a name then ends with.
+# Scripts that a code may name (ISO 15924), and how the language's name then ends.
 SCRIPTS = {
     "Arab": "Arabic script",
     "Beng": "Bengali script",

@@ -1,4 +1,4 @@
-"""Documents of office programs: zip archives of XML, in which the text of paragraphs is replaced and all else stays."""
+"""Office documents: zip archives of XML. Replaces the text of paragraphs, and keeps all else."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.translation import sentences
 from fastgen_serve.translation.sentences import Piece
 
-# Bytes of an archive when it is unpacked, those of its XML with text, and files in it.
+# Limits: bytes of an unpacked archive, bytes of its XML files with text, and number of files.
 MOST_BYTES = 64 * 2**20
 MOST_XML_BYTES = 8 * 2**20
 MOST_FILES = 4096
-# Elements, and lines of text, of all files with text: real ones have some dozens of bytes each.
+# Limits the elements and lines in all files with text: real ones take some dozens of bytes each.
 MOST_EVENTS = 500_000
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _DAMAGES = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError)
 _SPACES = re.compile(r"[ \t\r\n]+")
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
-# What a spelling checker leaves at the text, which is seen by nobody.
+# Invisible marks of spelling checkers.
 _UNSEEN = re.compile(rb'\s(?:dirty|err|lang)="[^"]*"|<w:(?:lang|noProof)\b[^>]*>')
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a format writes text.
+    """How a format stores text.
 
     Attributes:
         members: the files of the archive that have text.
         paragraphs: elements that are paragraphs.
-        texts: elements inside these that hold the text; none if the text is in the paragraphs themselves.
-        start_tag: of such an element, so that spaces at both ends count; None for the one that is there.
-        runs: elements around text of one look.
-        looks: elements that say how the text of a run looks.
-        unseen: elements between two runs that leave them one text, where they look the same.
+        texts: elements in paragraphs that hold the text; empty if paragraphs hold it directly.
+        start_tag: replaces the start tag of such an element, to preserve spaces at both ends; None to keep the tag.
+        runs: elements around text of one style.
+        looks: elements that define the style of a run.
+        unseen: elements between two runs that do not separate their text, if their styles are equal.
     """
 
     members: re.Pattern[str]
@@ -105,7 +105,7 @@ class OfficeDocument:
         self.pieces: list[Piece] = [piece for runs in self._runs.values() for run in runs for piece in run.pieces]
 
     def write(self, pieces: Sequence[Piece]) -> bytes:
-        """The file, with others in place of its pieces: as many."""
+        """Returns the file with these pieces in place of its own, of equal number."""
         waiting = iter(pieces)
         texts = {
             name: ["".join(next(waiting).text for _ in run.pieces) for run in runs] for name, runs in self._runs.items()
@@ -116,7 +116,7 @@ class OfficeDocument:
                 content = archive.read(member)
                 if member.filename in texts:
                     content = self._replaced(content, self._runs[member.filename], texts[member.filename])
-                # The first file of an OpenDocument archive tells its type, and is not compressed.
+                # The first file of an OpenDocument archive names its type, and must stay uncompressed.
                 copy = zipfile.ZipInfo(member.filename, member.date_time)
                 copy.compress_type, copy.external_attr = member.compress_type, member.external_attr
                 made.writestr(copy, content)
@@ -125,7 +125,7 @@ class OfficeDocument:
     def _replaced(self, xml: bytes, runs: Sequence[_Run], texts: Sequence[str]) -> bytes:
         parts, position = [], 0
         for run, text in zip(runs, texts, strict=True):
-            # All of it where the first part was: what was said in three parts may be said in one word.
+            # The first span gets the whole text: a translation cannot be divided as the original was.
             for span, new in zip(run.spans, [text, *[""] * len(run.spans)], strict=False):
                 tag = self._kind.start_tag
                 parts.append(xml[position : span.begin] if tag is None else xml[position : span.tag] + tag)
@@ -136,7 +136,7 @@ class OfficeDocument:
 
 @dataclass
 class _Span:
-    """Text in XML, as it is read in parts: the bytes where its element, it itself, and what follows begin."""
+    """Text in XML, which arrives in parts: the byte positions of its element, of the text, and of its end."""
 
     tag: int
     begin: int
@@ -146,29 +146,29 @@ class _Span:
 
 @dataclass
 class _Run:
-    """Text of one paragraph that looks the same."""
+    """Text of one paragraph in one style."""
 
     look: bytes
     spans: list[_Span] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
     def cut(self, kind: Kind, most: int) -> None:
-        """Finds its pieces. Raises BadRequest for more of them."""
+        """Cuts the text into pieces. Raises BadRequest for more than `most`."""
         text = "".join(part for span in self.spans for part in span.parts)
         self.pieces = sentences.cut(text if kind.texts else _SPACES.sub(" ", text), most)
 
 
 class _Reader:
-    """Finds the runs of text in XML. Expat tells at which byte each thing is, so that all others stay."""
+    """Finds the runs of text in XML. Expat reports byte positions, so that all else stays unchanged."""
 
     def __init__(self, xml: bytes, kind: Kind, most: int) -> None:
-        self.room = most  # for elements, and lines of text
+        self.room = most  # remaining elements and lines of text
         self.runs: list[_Run] = []
         self._xml, self._kind = xml, kind
-        self._elements: list[tuple[str, int]] = []  # that what is read is in
-        self._paragraphs = 0  # of these: one may hold a frame with others
+        self._elements: list[tuple[str, int]] = []  # open elements, with their positions
+        self._paragraphs = 0  # number of open paragraphs: one may hold a frame with others
         self._span: _Span | None = None
-        self._is_new = True  # what comes next is a run of its own
+        self._is_new = True  # whether the next text starts a new run
         self._is_in_cdata = False
         self._look, self._look_begin = b"", -1
         self._parse()
@@ -180,7 +180,7 @@ class _Reader:
         parser.StartCdataSectionHandler, parser.EndCdataSectionHandler = self._start_cdata, self._end_cdata
         parser.CommentHandler = parser.ProcessingInstructionHandler = self._other
         try:
-            self._xml.decode()  # expat would read UTF-16, too, in which no text could be put
+            self._xml.decode()  # expat would also read UTF-16, but new text is inserted in UTF-8
             parser.Parse(self._xml, True)
         except (UnicodeDecodeError, expat.ExpatError) as error:
             raise BadRequest(f"the file is damaged: {error}", param="file") from error
@@ -214,7 +214,7 @@ class _Reader:
         self._paragraphs -= name in kind.paragraphs
 
     def _is_unseen(self, name: str) -> bool:
-        """Whether text goes on behind this tag: behind one of those, or inside of what says how a run looks."""
+        """Returns whether text continues across this tag: of a text, a run or an invisible element, or in a style."""
         kind = self._kind
         return name in kind.texts or name in kind.runs or name in kind.unseen or self._look_begin >= 0
 
@@ -228,7 +228,7 @@ class _Reader:
         self._span.parts.append(text)
 
     def _close(self) -> int:
-        """Ends the text that has been read. Returns where the parser is."""
+        """Ends the current text. Returns the parser's position."""
         position, span = self._parser.CurrentByteIndex, self._span
         if span is not None:
             span.end, self._span = position, None
@@ -257,7 +257,7 @@ def _refuse_doctype(*_: object) -> None:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[zipfile.ZipFile]:
-    """The archive, if it has the size that this server unpacks. zipfile reads no more of a file than it declares."""
+    """Opens the archive if its size is within the limits. zipfile reads no more of a file than it declares."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()

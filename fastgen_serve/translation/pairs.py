@@ -1,4 +1,4 @@
-"""Which languages a model translates, by its files and the options of the command, and how it is asked for a pair."""
+"""Finds the languages that a model translates, by its files and the command's options, and how to ask for a pair."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SPECIAL_CODE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is asked for a translation.
+    """How to ask a model for a translation.
 
     Attributes:
         prefix: of each sentence.
-        source_code: what the tokenizer's `src_lang` is set to; None where it has no such setting.
+        source_code: value for the tokenizer's `src_lang`; None if it has no such setting.
         options: keywords of `generate`.
     """
 
@@ -31,13 +31,13 @@ class Way:
 
 
 class Pairs:
-    """The pairs of languages that a model translates.
+    """The language pairs that a model translates.
 
     Args:
-        sources: by the code for clients, the model's own.
+        sources: the model's own codes by the clients' codes.
         targets: likewise.
-        way: of two codes of the model's own.
-        only: pairs of codes for clients; None for all.
+        way: returns the `Way` for two of the model's own codes.
+        only: pairs of clients' codes; None for all.
     """
 
     def __init__(
@@ -50,32 +50,32 @@ class Pairs:
         self._sources, self._targets, self._way, self._only = sources, targets, way, only
 
     def sources(self) -> list[str]:
-        """The languages that it translates from."""
+        """Returns the source languages."""
         return [source for source in self._sources if self.targets(source)]
 
     def targets(self, source: str) -> list[str]:
-        """The languages that it translates one to."""
+        """Returns the target languages for a source."""
         return [target for target in self._targets if self.has(source, target)]
 
     def has(self, source: str, target: str) -> bool:
-        """Whether it translates a pair."""
+        """Returns whether it translates a pair."""
         is_known = source in self._sources and target in self._targets and source != target
         return is_known and (self._only is None or (source, target) in self._only)
 
     def way(self, source: str, target: str) -> Way | None:
-        """How to ask for a pair; None for one that it does not translate."""
+        """Returns how to ask for a pair; None if the model does not translate it."""
         return self._way(self._sources[source], self._targets[target]) if self.has(source, target) else None
 
     def limited_to(self, only: frozenset[tuple[str, str]]) -> Pairs:
-        """Some of these pairs."""
+        """Returns these pairs restricted to `only`."""
         return Pairs(self._sources, self._targets, self._way, only)
 
 
 def parse(text: str) -> frozenset[tuple[str, str]]:
-    """The pairs of an option such as "en:de,en:fr".
+    """Parses the pairs of an option such as "en:de,en:fr".
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
     """
     pairs = set()
     for each in text.split(","):
@@ -87,16 +87,16 @@ def parse(text: str) -> frozenset[tuple[str, str]]:
 
 
 def of_model(tokenizer: Any, config: Any, stated: frozenset[tuple[str, str]] | None = None, prefix: str = "") -> Pairs:
-    """What a model translates.
+    """Returns the pairs that a model translates.
 
     Args:
         tokenizer: the model's, which is not changed.
         config: the model's.
-        stated: pairs that the command says; without these the files of the model do.
-        prefix: of each sentence, where the files of the model have none; {source} and {target} stand for the names.
+        stated: pairs that the command names; by default, the model's files determine them.
+        prefix: of each sentence, if the model's files define none; {source} and {target} stand for the names.
 
     Returns:
-        None at all, if neither says so.
+        No pairs, if neither names any.
     """
     readers = (_of_marian, _of_language_tokens, _of_t5_tasks, _of_t5_tokens)
     found = next((pairs for read in readers if (pairs := read(tokenizer, config)) is not None), None)
@@ -108,7 +108,7 @@ def of_model(tokenizer: Any, config: Any, stated: frozenset[tuple[str, str]] | N
 
 
 def _stated(tokenizer: Any, pairs: frozenset[tuple[str, str]], prefix: str) -> Pairs:
-    """Pairs that only the command knows of: a model of one pair, or one that is told by a prefix."""
+    """Returns pairs that only the command names: for a model of one pair, or one that needs a prefix."""
     own = languages.shortest(language_tokens(tokenizer))
 
     def way(source: str, target: str) -> Way:
@@ -119,7 +119,7 @@ def _stated(tokenizer: Any, pairs: frozenset[tuple[str, str]], prefix: str) -> P
 
 
 def _of_marian(tokenizer: Any, config: Any) -> Pairs | None:
-    """OPUS-MT: the files name the languages; a model with several targets is told by a token in front."""
+    """OPUS-MT: the files name the languages; a model with several targets needs a token before the text."""
     if config.model_type != "marian":
         return None
     sources = _of_group(getattr(tokenizer, "source_lang", None))
@@ -135,9 +135,9 @@ def _of_group(codes: str | None) -> dict[str, str]:
 
 
 def _of_language_tokens(tokenizer: Any, config: Any) -> Pairs | None:
-    """M2M100, NLLB, mBART-50: a token for each language begins the source, or ends it, and begins the target."""
+    """M2M100, NLLB, mBART-50: a token for each language begins or ends the source, and begins the target."""
     codes = language_tokens(tokenizer)
-    # What is tuned from the first mBART translates one pair, which its files do not name.
+    # A model fine-tuned from the first mBART translates one pair, which its files do not name.
     if not codes or type(tokenizer).__name__.startswith("MBartTokenizer"):
         return None
     known = languages.shortest(codes)
@@ -145,7 +145,7 @@ def _of_language_tokens(tokenizer: Any, config: Any) -> Pairs | None:
 
 
 def language_tokens(tokenizer: Any) -> dict[str, int]:
-    """The token of each language, by the tokenizer's name for it; none where it does not tell languages by tokens."""
+    """Returns the language tokens by the tokenizer's names; none if it has no language tokens."""
     if not hasattr(tokenizer, "src_lang"):
         return {}
     if codes := getattr(tokenizer, "lang_code_to_id", None):
@@ -155,7 +155,7 @@ def language_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _of_t5_tasks(tokenizer: Any, config: Any) -> Pairs | None:
-    """T5: the config holds a prefix for each pair."""
+    """T5: the config has a prefix for each pair."""
     prefixes = {}
     for task, options in (getattr(config, "task_specific_params", None) or {}).items():
         if (match := _T5_TASK.fullmatch(task)) and isinstance(options.get("prefix"), str):
@@ -169,7 +169,7 @@ def _of_t5_tasks(tokenizer: Any, config: Any) -> Pairs | None:
 
 
 def _of_t5_tokens(tokenizer: Any, config: Any) -> Pairs | None:
-    """MADLAD-400: a T5 with a token for each target in front of a text in any language."""
+    """MADLAD-400: a T5 with a token for each target, before a text in any language."""
     if config.model_type != "t5":
         return None
     tokens = [match[1] for token in tokenizer.get_vocab() if (match := _T5_TARGET.fullmatch(token))]

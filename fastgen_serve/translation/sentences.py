@@ -1,4 +1,4 @@
-"""Texts are cut into sentences, by rules that know no language, and put together again."""
+"""Cuts texts into sentences, by language-independent rules, and joins them again."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import chain, islice
 
 from fastgen_serve.errors import BadRequest
 
-# Pieces of a request: as many as 4 MiB of ordinary text has.
+# The most pieces of a request: 4 MiB of ordinary text has as many.
 MOST_PIECES = 100_000
-# Signs that end a sentence where white space follows, and those behind which there is none.
+# Signs that end a sentence if white space follows, and those that need none.
 _SIGNS = ".!?…।॥؟۔܀።៕။։᙮᥄‼⁇⁈⁉"
 _END = re.compile(rf"""(?<![{_SIGNS}])[{_SIGNS}]+["'”’»›)\]]*(?=\s)|[。！？｡]+["'”’」』）】》]*""")
 _LINE_BREAK = re.compile(r"[\n\r\u2028\u2029]\s*")
 _NEXT = re.compile(r"\s*(\S?)")
 _LONGEST_WORD = 32
 _OPENING = "([\"'“„«‹¿¡"
-# Words with a full stop that ends no sentence, and such words before a number.
+# Words with a full stop that does not end a sentence; the latter if a number follows.
 _ABBREVIATIONS = frozenset(
     """
     mr mrs ms dr prof st sr sra jr rev gen gov capt col sgt lt hon messrs mme mlle vs cf ca etc approx dept est inc ltd
@@ -30,31 +30,31 @@ _BEFORE_NUMBERS = frozenset("no nr nos art abs fig bd kap ch vol pp p s núm n �
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a text: a sentence to translate, or what is kept as it is."""
+    """A part of a text: a sentence to translate, or text to keep."""
 
     text: str
     is_sentence: bool
 
 
 def cut(text: str, most: int = MOST_PIECES) -> list[Piece]:
-    """The text as pieces, which make up the text again. Line breaks end sentences, and are kept.
+    """Cuts the text into pieces, which join to the text again. Line breaks end sentences, and are kept.
 
     Raises:
-        BadRequest: there are more of them.
+        BadRequest: there are more than `most` pieces.
     """
     return limited(_cut(text), most)
 
 
 def join(pieces: Iterable[Piece]) -> str:
-    """The text that pieces make up."""
+    """Joins pieces to a text."""
     return "".join(piece.text for piece in pieces)
 
 
 def limited(pieces: Iterable[Piece], most: int = MOST_PIECES) -> list[Piece]:
-    """The pieces, of which no more are made than there may be.
+    """Returns the pieces as a list, and stops at the limit.
 
     Raises:
-        BadRequest: there are more of them.
+        BadRequest: there are more than `most` pieces.
     """
     found = list(islice(pieces, most + 1))
     if len(found) > most:
@@ -65,7 +65,7 @@ def limited(pieces: Iterable[Piece], most: int = MOST_PIECES) -> list[Piece]:
 
 
 def shorten(piece: Piece, fits: Callable[[str], bool]) -> list[Piece]:
-    """The piece, or what a sentence is that does not fit, cut in two until all fit: between two words if it can be."""
+    """Returns the piece, or a long sentence halved until all parts fit, between two words if possible."""
     result: list[Piece] = []
     waiting = [piece]
     while waiting:
@@ -78,7 +78,7 @@ def shorten(piece: Piece, fits: Callable[[str], bool]) -> list[Piece]:
 
 
 def has_letters(text: str) -> bool:
-    """Whether there is something to translate: numbers, signs and emoji are the same everywhere."""
+    """Returns whether there is something to translate: numbers, signs and emoji are the same in all languages."""
     return any(character.isalpha() for character in text)
 
 
@@ -102,7 +102,7 @@ def _ends(line: str) -> Iterator[int]:
     begin = 0
     for match in _END.finditer(line):
         following = _NEXT.match(line, match.end())
-        assert following is not None  # it matches the empty text
+        assert following is not None  # the pattern matches the empty text
         before = line[max(begin, match.start() - _LONGEST_WORD) : match.start()]
         if not following[1] or following[1].islower() or _goes_on(before, match[0], following[1]):
             continue
@@ -111,7 +111,7 @@ def _ends(line: str) -> Iterator[int]:
 
 
 def _goes_on(sentence: str, sign: str, following: str) -> bool:
-    """Whether a full stop belongs to an abbreviation, an initial or a number."""
+    """Returns whether a full stop belongs to an abbreviation, an initial or a number."""
     if sign != ".":
         return False
     word = sentence.split()[-1].lstrip(_OPENING).casefold() if sentence.strip() else ""

@@ -1,4 +1,4 @@
-"""Sentences on their way through the models: which one translates a pair, what it is asked, and what comes back."""
+"""Translates sentences: chooses the model for a pair, makes its jobs, and puts the results together."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fastgen_serve.translation.sentences import Piece, shorten
 from fastgen_serve.workers import loading
 
 _log = logging.getLogger("fastgen_serve")
-# Tokens of a sentence, and of its translation where the files of a model do not limit it. Models of translation have
-# been trained on sentences: longer ones are cut.
+# The most tokens of a sentence, and of its translation if the model's files set no limit. Translation models are
+# trained on sentences, so that longer ones are cut.
 _MOST_TOKENS = 512
-# Bytes of a character, of which a token is one at the least, and characters that a token is at the most, but for texts
-# that nobody reads: what these say need not be tokenised to be measured.
+# A character has at most 4 bytes, and a token at least one. A token has at most 16 characters, except in texts that
+# nobody reads. These bounds decide about most sentences without tokenising them.
 _BYTES, _CHARACTERS = 4, 16
-# Seconds until a sentence that has found no room tries again.
+# Seconds until a refused sentence tries again.
 _PAUSE = 0.5
 
 
@@ -40,10 +40,10 @@ class _Jobs:
         self._admitted = 0
 
     async def generate(self, model: ServedModel, job: Generate) -> Generated:
-        """As the model does. Once one sentence was let in, the others wait for room: no text fails in its middle.
+        """Runs a job. Once the queue has accepted a sentence, the others retry: no text fails in its middle.
 
         Raises:
-            Busy: none of them was let in.
+            Busy: the queue has accepted none.
             ServeError: as `ServedModel.generate`.
         """
         while True:
@@ -58,17 +58,17 @@ class _Jobs:
 
 
 class TranslatingModel:
-    """A model that is served, as one that translates."""
+    """A served model that translates."""
 
     def __init__(self, model: ServedModel, settings: ServeSettings, found: Pairs) -> None:
         self.pairs = found
         self._model, self._settings = model, settings
-        # Its language is set for each request, and others use theirs at the same time.
+        # A copy, because each request sets its language, while other users rely on theirs.
         self._tokenizer = copy.deepcopy(model.tokenizer)
         self._lock = threading.Lock()
 
     def shorten(self, pieces: Sequence[Piece], way: Way) -> list[list[Piece]]:
-        """Each piece, cut where it is a sentence that the model could not read."""
+        """Returns the parts of each piece: a sentence too long for the model is cut."""
         positions = self._model.info.positions
         most = min(_MOST_TOKENS, positions or _MOST_TOKENS)
 
@@ -81,14 +81,14 @@ class TranslatingModel:
         return [shorten(piece, fits) for piece in pieces]
 
     async def translate(self, sentences: Sequence[str], way: Way, count: int, jobs: _Jobs) -> list[list[str]]:
-        """The best translations of each sentence, so many of them, best first.
+        """Returns the `count` best translations of each sentence, best first.
 
         Raises:
             ServeError: as `ServedModel.generate`.
         """
         inputs = await asyncio.to_thread(self._encode, sentences, way)
         options = {**way.options, **self._options(count)}
-        # A long text leaves room for the requests of others: its sentences do not wait all at once.
+        # A long text does not queue all sentences at once, to leave room for other requests.
         beams = int(options.get("num_beams") or self._model.info.defaults.get("num_beams") or 1)
         at_once = max(1, self._settings.slots // beams)
 
@@ -111,7 +111,7 @@ class TranslatingModel:
 
     def _encode(self, texts: Sequence[str], way: Way) -> list[tuple[int, ...]]:
         if not texts:
-            return []  # which tokenizers refuse
+            return []  # tokenizers refuse an empty list
         with self._lock:
             if way.source_code is not None:
                 self._tokenizer.src_lang = way.source_code
@@ -127,14 +127,14 @@ class TranslatingModel:
 
 
 class Translator:
-    """All models that translate. Their files are read: not in an event loop.
+    """All models that translate. The constructor reads their files: do not call it in an event loop.
 
     Attributes:
         languages: the targets of each source, both in the order of their English names.
 
     Args:
-        models: those that are served.
-        settings: of the server: `languages` and `translation_prefix` say what the files of models do not.
+        models: the served models.
+        settings: of the server: `languages` and `translation_prefix` add what the models' files lack.
     """
 
     def __init__(self, models: Models, settings: ServeSettings) -> None:
@@ -150,23 +150,23 @@ class Translator:
         return {source: sorted(found[source], key=languages.name) for source in sorted(found, key=languages.name)}
 
     def target(self, code: str) -> str:
-        """The language that a client wants a text in.
+        """Returns the target language that a client asks for.
 
         Raises:
-            BadRequest: it is none of the targets.
+            BadRequest: it is not one of the targets.
         """
         return _served(code, {target for targets in self.languages.values() for target in targets}, "target")
 
     def source(self, code: str) -> str:
-        """The language that a client says a text is in.
+        """Returns the source language that a client names.
 
         Raises:
-            BadRequest: it is none of the sources.
+            BadRequest: it is not one of the sources.
         """
         return _served(code, self.languages, "source")
 
     def detect(self, text: str, target: str | None = None) -> list[Detected]:
-        """The likeliest languages of a text, best first: of those that are translated, or translated to this one.
+        """Returns the likeliest languages of a text, best first, of all sources or of those for this target.
 
         Raises:
             BadRequest: no model translates.
@@ -179,13 +179,14 @@ class Translator:
     async def translate(
         self, texts: Sequence[Sequence[Piece]], sources: Sequence[str], target: str, count: int = 1
     ) -> list[list[list[Piece]]]:
-        """Versions of each text, best first: as many pieces, with what each sentence is in the other language.
+        """Returns versions of each text, best first: the same number of pieces, with translated sentences.
 
         Args:
             texts: as pieces.
-            sources: the language of each, as `source` and `detect` return it. A text that is in the target's stays.
+            sources: the language of each text, as `source` and `detect` return it. A text in the target's stays
+                unchanged.
             target: as `target` returns it.
-            count: of versions. Where a sentence has fewer, it is the same in the last ones.
+            count: of versions. The last ones repeat a sentence that has fewer.
 
         Raises:
             BadRequest: no model translates one of the pairs.
@@ -220,7 +221,7 @@ class Translator:
 async def _versions(
     texts: Sequence[Sequence[Piece]], model: tuple[TranslatingModel, Way] | None, count: int, jobs: _Jobs
 ) -> list[list[list[Piece]]]:
-    """Versions of texts in one language. Their sentences are translated together, each of them once."""
+    """Returns versions of texts in one language. Translates their sentences together, each once."""
     if model is None:
         return [[list(text)] for text in texts]
     translating, way = model
@@ -256,7 +257,7 @@ def _translated(part: Piece, translations: Mapping[str, list[str]], number: int)
 
 
 def _translating(model: ServedModel, settings: ServeSettings) -> TranslatingModel | None:
-    """The model, if it translates. One whose files say nothing that can be read leaves the others as they are."""
+    """Returns the model, if it translates. A model with unreadable files is skipped."""
     try:
         config = loading.read_config(settings.path(model.name))
         if not config.is_encoder_decoder:
@@ -264,7 +265,7 @@ def _translating(model: ServedModel, settings: ServeSettings) -> TranslatingMode
         stated = settings.languages.get(model.name)
         found = pairs.of_model(model.tokenizer, config, stated, settings.translation_prefix)
         return TranslatingModel(model, settings, found) if found.sources() else None
-    except Exception as error:  # files may say anything
+    except Exception as error:  # files may contain anything
         _log.warning("LibreTranslate's paths go without model %s: %s", model.name, one_line(error))
         return None
 

@@ -1,1 +1,1 @@
-"""The process that a model runs in, and what talks to it."""
+"""The process that runs a model, and the server's connection to it."""

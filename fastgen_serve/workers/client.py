@@ -1,4 +1,4 @@
-"""The side of the server: jobs on their way to the process of a model, and what comes back, for asyncio."""
+"""The server's side of a model: sends jobs to its process, and delivers the answers to asyncio."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fastgen_serve.workers import loading, messages
 
 _log = logging.getLogger("fastgen_serve")
 
-# Seconds in which a process says what it has done.
+# Seconds within which a process must answer a request for statistics.
 _STATS_PATIENCE = 2.0
-# Bytes of what is made of images, or of recordings, of all requests of a model that wait or run.
+# Limits the bytes of processed images or recordings that all waiting or running requests of a model hold.
 _MOST_INPUT_BYTES = 2**30
 
 
@@ -33,10 +33,10 @@ class Pending:
     """A job without a result.
 
     Attributes:
-        job: None for a question to the process itself.
-        has_streamed: some of its tokens have gone to the client: it must not run again.
-        runs: processes that it was given to.
-        answers: what comes of it.
+        job: None for a request for statistics.
+        has_streamed: whether some of its tokens have gone to the client: it must not run again.
+        runs: number of processes that it was sent to.
+        answers: the process's answers.
     """
 
     number: int
@@ -47,17 +47,17 @@ class Pending:
     runs: int = 0
 
     def put(self, answer: messages.Answer) -> None:
-        """Takes an answer. Any thread may call this."""
+        """Delivers an answer. Any thread may call this."""
         self.has_streamed |= isinstance(answer, messages.Update)
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
 
 
 class ClientModel(ABC):
-    """A `ServedModel` that a worker runs; how messages get there is the subclass's.
+    """A `ServedModel` that a worker runs. Subclasses implement the transport of messages.
 
     Args:
-        name: under which it is served.
+        name: the name under which it is served.
 
     Raises:
         SetupError: its tokenizer cannot be loaded.
@@ -83,9 +83,9 @@ class ClientModel(ABC):
 
     @abstractmethod
     def _send(self, message: Any) -> None:
-        """Has the worker receive a message; does not wait."""
+        """Sends a message to the worker, without waiting."""
 
-    # ---- a ServedModel
+    # ---- ServedModel
 
     @contextmanager
     def reserve(self, rows: int) -> Iterator[None]:
@@ -144,10 +144,10 @@ class ClientModel(ABC):
     async def stop(self) -> None:
         """See `ServedModel`."""
 
-    # ---- what the worker says; any thread may call these
+    # ---- the worker's messages; any thread may call these
 
     def receive(self, message: Any) -> None:
-        """Takes a message of the worker."""
+        """Handles a message of the worker."""
         if isinstance(message, messages.Progress):
             self.progress = message.text
         elif isinstance(message, messages.Ready):
@@ -158,14 +158,14 @@ class ClientModel(ABC):
             self.progress = message.reason
         else:
             pending = self._pending.get(message.number)
-            if pending is not None:  # otherwise nobody wants it any more
+            if pending is not None:  # otherwise nobody waits for it any more
                 pending.put(message)
 
-    # ---- inside
+    # ---- internal
 
     @contextmanager
     def _let_in(self, jobs: Sequence[Generate]) -> Iterator[list[tuple[Generate, ExitStack]]]:
-        """The block of a request that may generate: its jobs, within the server's limits, and the place of each."""
+        """Admits a request to generate during a block. Yields its jobs, within limits, and their places."""
         jobs, tasks = [limits.bounded(job, self.info, self._settings) for job in jobs], self.info.tasks
         if self.is_ready and "generate" not in tasks:
             raise BadRequest(f"model {self.name} does not generate: it is one for {', '.join(tasks)}", param="model")
@@ -183,7 +183,7 @@ class ClientModel(ABC):
         return made
 
     async def _generation(self, job: Generate | Transcribe, place: ExitStack) -> AsyncGenerator[Any, None]:
-        """What comes of a job, which has its place until the end."""
+        """Yields the answers to a job, which keeps its place until the last one."""
         begin, has_begun = time.perf_counter(), False
         with place:
             metrics.TOKENS.labels(self.name, "prompt").inc(len(job.tokens))
@@ -222,7 +222,7 @@ class ClientModel(ABC):
 
     @contextmanager
     def _refusals_counted(self) -> Iterator[None]:
-        """The block that lets a request in. Raises Unavailable while the model is not ready."""
+        """Counts refusals in a block that admits a request. Raises Unavailable while the model is not ready."""
         try:
             if not self.is_ready:
                 raise Unavailable(f"model {self.name} is not ready: {self.progress}", retry_after=5)
@@ -233,10 +233,10 @@ class ClientModel(ABC):
 
     @contextmanager
     def _admitted(self, rows: Sequence[int]) -> Iterator[list[ExitStack]]:
-        """The block of a request that is let in. Raises Busy, or Unavailable, if it is not.
+        """Admits a request for the duration of a block. Raises Busy or Unavailable if the queue refuses it.
 
         Args:
-            rows: of each of its parts. Each part has a place, which is free once it, or the block, is closed.
+            rows: of each of its parts. Each part has a place, which is released when it, or the block, is closed.
         """
         with self._refusals_counted():
             self._admission.enter(sum(rows))
@@ -247,7 +247,7 @@ class ClientModel(ABC):
             yield places
 
     async def _answers(self, job: Generate | Transcribe | Encode) -> AsyncGenerator[Any, None]:
-        """What comes of a job: deltas, and the result. It is cancelled if this ends before."""
+        """Yields the answers to a job: deltas, and the result. Cancels the job if the generator is closed earlier."""
         pending, outcome = self._add(job), "cancelled"
         late = TimedOut(f"the request took longer than {self._settings.request_timeout_s:g} s")
         failure = messages.Failure(pending.number, late)
@@ -278,12 +278,12 @@ class ClientModel(ABC):
         return pending
 
     def _fail_all(self, error: ServeError) -> None:
-        """No job that is there will have a result."""
+        """Makes every pending job fail."""
         for pending in list(self._pending.values()):
-            pending.put(messages.Failure(pending.number, copy.copy(error)))  # each is raised in a place of its own
+            pending.put(messages.Failure(pending.number, copy.copy(error)))  # each is raised in a different task
 
 
 async def _result(answers: AsyncGenerator[Any, None]) -> Any:
-    """What a job ends with, behind its deltas."""
+    """Returns a job's result, which follows its deltas."""
     async with aclosing(answers):
         return [answer async for answer in answers][-1]

@@ -1,7 +1,7 @@
-"""A model that only encodes, in its process: which jobs it takes, and what it makes of a batch of them.
+"""An encoder model in its process: checks jobs, and runs batches of them.
 
-Files, pooling and labels are read as `fastgen-embed` and `fastgen-classify` read them, and the same stages run the
-batches: one that does not fit in memory is halved, and an input that the model refuses fails alone.
+Files, pooling and labels are read as by `fastgen-embed` and `fastgen-classify`, and the same stages run the batches:
+one that does not fit in memory is halved, and an input that the model refuses fails alone.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ VECTOR, LABELS = "vector", "labels"
 
 
 def load_encoder(path: str, settings: ServeSettings) -> Encoder:
-    """The model at a path: with a classification head, if its configuration names one, or for vectors.
+    """Loads the model at a path: with a classification head if its configuration names one, otherwise for vectors.
 
     Raises:
         SetupError: it cannot be loaded.
     """
-    # The commands read inputs and write outputs, too: there are none.
+    # The commands' options also name an input and an output, which do not exist here.
     options: dict[str, Any] = {
         "model": path,
         "input": STANDARD_STREAM,
@@ -54,37 +54,37 @@ def load_encoder(path: str, settings: ServeSettings) -> Encoder:
 
 
 def classifies(path: str) -> bool:
-    """Whether a model has a classification head, by the architecture that its configuration names, or its adapters.
+    """Returns whether a model has a classification head, by the architecture in its configuration, or by its adapters.
 
     Raises:
         SetupError: its configuration cannot be read.
     """
     names = read_config(path).architectures or ()
-    if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers: it makes vectors
+    if file_of(sentence_files_of(path), "modules.json"):  # a sentence-transformers model makes vectors
         return False
     return any(name.endswith("ForSequenceClassification") for name in names) or labels_of_adapters(path) is not None
 
 
 class Encoder(ABC):
-    """A model that only encodes.
+    """An encoder model.
 
     Attributes:
-        info: what it is.
-        positions: tokens that an input may have at the most.
+        info: its description.
+        positions: the most tokens of an input.
     """
 
     info: ModelInfo
 
     def __init__(self, path: str, loaded: LoadedEncoder, stage: EncodingStage) -> None:
         self._stage = stage
-        self._stage.may_give_up = False  # texts are those of many requests
+        self._stage.may_give_up = False  # the texts belong to many requests
         self._path, self.positions = path, loaded.longest or MOST_TOKENS
         self._vocabulary = int(loaded.model.get_input_embeddings().num_embeddings)
         has_types = "token_type_ids" in inspect.signature(loaded.model.forward).parameters
         self._token_types = int(getattr(loaded.model.config, "type_vocab_size", None) or 0) if has_types else 0
 
     def check(self, job: Encode) -> None:
-        """Raises `BadRequest` for a job that the model cannot do, before any memory is taken for it."""
+        """Raises `BadRequest` for a job that the model cannot run, before memory is allocated for it."""
         if job.what not in self.info.tasks:
             made = " and ".join(self.info.tasks)
             raise BadRequest(f"the model makes {made}, not {job.what}: choose another model", param="model")
@@ -100,7 +100,7 @@ class Encoder(ABC):
             raise BadRequest("the token types do not fit the tokens, or the model has none", param="token_type_ids")
 
     def run(self, jobs: Sequence[Encode]) -> list[list[float] | Failed]:
-        """Of each job its vector, or the scores of its labels, or what it has failed with."""
+        """Returns the vector or the label scores of each job, or its error."""
         import numpy
 
         with_types = any(job.token_type_ids is not None for job in jobs)
@@ -114,11 +114,11 @@ class Encoder(ABC):
         return [found[number] for number in range(len(jobs))]
 
     def run_some(self, length: int, inputs: int) -> None:
-        """Runs so many inputs of one length, to see how long they take."""
+        """Runs this many inputs of one length, to measure their time."""
         self.run([self._job(length)] * inputs)
 
     def leaves_padding_out(self) -> bool:
-        """Whether batches are computed without their padding, found by running one."""
+        """Returns whether batches are computed without their padding. Runs one to find out."""
         before = _accelerated()
         self.run([self._job(1), self._job(min(self.positions, 16))])
         return _accelerated() > before
@@ -128,7 +128,7 @@ class Encoder(ABC):
 
 
 def _record(number: int, job: Encode, with_types: bool) -> Record:
-    # A model that gets no token types takes zeros.
+    # A model uses zeros if it gets no token types.
     types = {"token_type_ids": job.token_type_ids or (0,) * len(job.tokens)} if with_types else {}
     return Record(number, 0, number, ids=job.tokens, others=types)
 
@@ -145,7 +145,7 @@ def _accelerated() -> int:
 
 
 class LabelEncoder(Encoder):
-    """A model with a classification head: gives a score for each label."""
+    """A model with a classification head: computes a score for each label."""
 
     def __init__(self, options: ClassifyOptions) -> None:
         loaded: LoadedClassifier = load_classifier(options)
@@ -155,7 +155,7 @@ class LabelEncoder(Encoder):
 
 
 class VectorEncoder(Encoder):
-    """A model whose states become a vector for each text."""
+    """A model that computes a vector for each text from its hidden states."""
 
     def __init__(self, options: EmbedOptions) -> None:
         loaded: LoadedEmbedder = load_embedder(options)
@@ -175,10 +175,10 @@ class VectorEncoder(Encoder):
 
 
 class _Vectors(EncodingStage):
-    """Vectors of texts of which each may begin with another prompt.
+    """Computes vectors of texts, each of which may begin with a different prompt.
 
     Args:
-        prompts: those that texts may begin with. Their tokens take no part in vectors where the model's files say so.
+        prompts: those that texts may begin with. Pooling excludes their tokens if the model's files say so.
     """
 
     _loaded: LoadedEmbedder
@@ -186,8 +186,8 @@ class _Vectors(EncodingStage):
     def __init__(self, loaded: LoadedEmbedder, options: EmbedOptions, prompts: Sequence[str]) -> None:
         super().__init__(loaded, options)
         skipped = [] if loaded.modules.include_prompt else list(filter(str.strip, prompts))
-        # How a text with the prompt begins, and how many of its tokens count as the prompt's. A space at its end may
-        # be a token by itself, and be one with the next word.
+        # The first tokens of a text with each prompt, and the prompt's number of tokens. A space at the prompt's end
+        # may be a token by itself, or merge with the next word.
         self._prompts = [
             (tuple(prompt_ids(loaded.tokenizer, each.rstrip())), len(prompt_ids(loaded.tokenizer, each)))
             for each in skipped

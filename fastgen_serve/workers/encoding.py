@@ -1,4 +1,4 @@
-"""Runs the jobs of a model that only encodes, in its process: batches, one after another, in a thread of their own."""
+"""Runs the jobs of an encoder model in its process: batches, one after another, in a dedicated thread."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fastgen_serve.workers.encoders import load_encoder
 
 
 class EncodingWorker:
-    """Runs the jobs of a model that only encodes.
+    """Runs the jobs of an encoder model.
 
     Args:
         path: the model's directory, or its hub name.
         settings: of the server.
 
     Attributes:
-        info: what the model is.
+        info: the model's description.
 
     Raises:
         SetupError: the model cannot be loaded.
@@ -40,7 +40,7 @@ class EncodingWorker:
         self._is_closed = False
         self._counts: Counter[str] = Counter()
         self._sizes: Counter[int] = Counter()
-        openmp.end_team()  # of who has loaded the model
+        openmp.end_team()  # the OpenMP threads of the thread that loaded the model
         self._thread = threading.Thread(target=self._serve, name="fastgen-encode", daemon=True)
         self._thread.start()
 
@@ -51,14 +51,14 @@ class EncodingWorker:
         on_error: Callable[[BaseException], object],
         on_delta: Callable[[Any], object] | None = None,
     ) -> Request:
-        """Takes a job. The thread of the batches calls one of `on_done` and `on_error`; none once it is cancelled.
+        """Queues a job. The batch thread calls either `on_done` or `on_error`, or neither after a cancellation.
 
         Args:
             on_done: gets the result.
             on_delta: is not called.
 
         Raises:
-            BadRequest: the model cannot do it.
+            BadRequest: the model cannot run it.
             Unavailable: the worker is closed.
         """
         self._encoder.check(job)
@@ -72,11 +72,11 @@ class EncodingWorker:
         return request
 
     def stats(self) -> dict[str, Any]:
-        """What has been done so far.
+        """Returns statistics.
 
         Returns:
             Requests: "submitted", "waiting", "running", "finished", "failed", "cancelled". "batches", the "rows" and
-            "tokens" in them, and "batch_sizes": how many batches there were of each number of rows.
+            "tokens" in them, and "batch_sizes": the number of batches by their number of rows.
         """
         with self._changed:
             names = ("submitted", "finished", "failed", "cancelled", "batches", "rows", "tokens")
@@ -85,7 +85,7 @@ class EncodingWorker:
             return {**counts, **now, "batch_sizes": dict(self._sizes)}
 
     def close(self) -> None:
-        """Cancels what has no result, and ends the thread when its batch is done. Harmless to repeat."""
+        """Cancels unfinished requests, and ends the thread after its current batch. Harmless to repeat."""
         with self._changed:
             self._is_closed = True
             for request in [*self._scheduler.take_all(), *self._running]:
@@ -94,7 +94,7 @@ class EncodingWorker:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    # ---- inside
+    # ---- internal
 
     def _cancel(self, request: Request) -> None:
         with self._changed:
@@ -110,7 +110,7 @@ class EncodingWorker:
             self._run(batch)
 
     def _next_batch(self) -> list[Request]:
-        """The requests to run now, once there are some; none at the end."""
+        """Waits for a batch that is due, and returns its requests; none once the worker is closed."""
         with self._changed:
             while not self._is_closed:
                 seconds = self._scheduler.seconds_left()
@@ -125,7 +125,7 @@ class EncodingWorker:
         results: list[Any]
         try:
             results = list(self._encoder.run([request.job for request in batch]))
-        except Exception as error:  # not of one job: those have results of their own
+        except Exception as error:  # of the whole batch: errors of single jobs are results
             results = [error] * len(batch)
         seconds = time.perf_counter() - begin
         self._count(batch, results, seconds)
@@ -153,7 +153,7 @@ class EncodingWorker:
 
 @dataclass(eq=False)
 class Request:
-    """A job that was taken, and who is told of it."""
+    """A queued job, and its callbacks."""
 
     job: Encode
     on_done: Callable[[Any], object]
@@ -162,5 +162,5 @@ class Request:
     is_cancelled: bool = False
 
     def cancel(self) -> None:
-        """Nobody wants the result any more. Harmless once there is one."""
+        """Cancels the request. Harmless after its result."""
         self.on_cancel(self)

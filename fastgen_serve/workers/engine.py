@@ -1,4 +1,4 @@
-"""Jobs that run on `fastgen.Engine`, whatever the model makes of them."""
+"""Runs jobs on `fastgen.Engine`, for any kind of model that generates."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fastgen_serve.errors import Unavailable
 from fastgen_serve.jobs import ModelInfo
 from fastgen_serve.settings import ServeSettings
 
-# The part of the memory that is free that K and V of all models may take, where nobody says how much; the rest is for
-# copies of weights and what steps compute. And the bytes that a model has in any case.
+# By default, the share of free memory for the KV caches of all models, which leaves the rest to copies of weights and
+# to activations; and the minimum bytes for each model.
 SHARE_FOR_CACHE, LEAST_CACHE = 0.25, 2**26
 
 
@@ -30,14 +30,15 @@ class EngineWorker(ABC):
 
     Args:
         model: of Transformers.
-        options: further ones of the engine.
+        options: further options of the engine.
     """
 
     info: ModelInfo
 
     def __init__(self, model: Any, settings: ServeSettings, **options: Any) -> None:
         self._model, self._slots = model, settings.slots
-        # A request that comes now may be cancelled before others are done: what waits is bounded by the server.
+        # The engine's queue must not refuse a request while cancelled ones are still in it: the server bounds the
+        # queue.
         cache_gib = settings.cache_gib or cache_share(len(settings.models))
         self._engine = fastgen.Engine(
             model,
@@ -48,7 +49,7 @@ class EngineWorker(ABC):
         )
 
     def _info(self, path: str, task: str, **others: Any) -> ModelInfo:
-        """What the model at a path is, that does this."""
+        """Returns the description of the model at a path, for this task."""
         defaults = self._model.generation_config.to_diff_dict()
         return ModelInfo(
             name=os.path.basename(path.rstrip("/")),
@@ -60,14 +61,14 @@ class EngineWorker(ABC):
         )
 
     def _as_read(self, value: Any) -> Any:
-        """An array as a tensor, numbers in the model's own type; anything else as it is."""
+        """Converts an array to a tensor, floats in the model's dtype; returns any other value unchanged."""
         made = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         is_float = isinstance(made, Tensor) and made.is_floating_point()
         return made.to(self._model.dtype) if is_float else made
 
     @abstractmethod
     def _start(self, job: Any, on_delta: Callable[[Any], object] | None) -> tuple[Future[Any], Callable[[Any], Any]]:
-        """Hands a job to the engine. Returns its future, and what makes the job's result of what that has.
+        """Submits a job to the engine. Returns its future, and a function that makes the job's result of the future's.
 
         Raises:
             BadRequest: it cannot be run.
@@ -81,7 +82,7 @@ class EngineWorker(ABC):
         on_error: Callable[[BaseException], object],
         on_delta: Callable[[Any], object] | None = None,
     ) -> Future[Any]:
-        """Takes a job; `cancel()` of what is returned frees its slots at the next step.
+        """Submits a job. `cancel()` of the returned future frees its slots at the next step.
 
         Raises:
             BadRequest: it cannot be run.
@@ -93,7 +94,7 @@ class EngineWorker(ABC):
         try:
             future, result_of = self._start(job, on_delta)
         except ValueError as error:
-            if self._engine.failure is not None:  # meanwhile, and so the engine is closed
+            if self._engine.failure is not None:  # it failed meanwhile, and is therefore closed
                 raise _failed() from error
             raise
         future.add_done_callback(partial(self._settle, result_of, on_done, on_error))
@@ -112,13 +113,13 @@ class EngineWorker(ABC):
         on_error: Callable[[BaseException], object],
         future: Future[Any],
     ) -> None:
-        """The request is over. The thread of the engine calls this."""
+        """Reports a finished request. The engine's thread calls this."""
         if future.cancelled():
             return
         error = future.exception()
         try:
             made = None if error is not None else result_of(future.result())
-        except Exception as failure:  # the thread goes on with other requests, and this one fails alone
+        except Exception as failure:  # only this request fails: the thread serves the others
             error, made = failure, None
         if made is None:
             assert error is not None
@@ -128,10 +129,10 @@ class EngineWorker(ABC):
 
 
 def cache_share(models: int) -> float:
-    """GiB of K and V for one of so many models, of what is free once its weights are read."""
+    """Returns the GiB of KV cache for one of this many models, from the memory that is free with its weights loaded."""
     return max(SHARE_FOR_CACHE * free_host_memory() / max(models, 1), LEAST_CACHE) / 2**30
 
 
 def _failed() -> Unavailable:
-    """For the requests of an engine that has failed: its process ends, and the server starts another one."""
+    """Returns the error for requests of a failed engine: its process ends, and the server starts another one."""
     return Unavailable("the process of the model has failed: try again", retry_after=5)

@@ -1,4 +1,4 @@
-"""Jobs that generate: requests of `fastgen.Engine`, with what is watched of them while they run."""
+"""Generates: submits jobs as requests of `fastgen.Engine`, with the observers of their tokens."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from fastgen_serve.workers.watching import (
     check_numbers,
 )
 
-# Options whose values are token ids, or lists of them, or lists of such lists.
+# Options whose values are token ids, lists of them, or nested lists.
 _TOKEN_OPTIONS = (
     "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
 )  # fmt: skip
 _OPTIONS = GenerationConfig().to_dict().keys() - {"transformers_version", "_from_model_config"}
-# What the requests of the warm-up have in common.
+# Common options of the warm-up's requests.
 _WARM_UP = {"num_return_sequences": 1, "max_new_tokens": 4, "min_new_tokens": 4}
-# Forms of results that are kept, as programs ask for the same one again and again.
+# Number of cached grammars: programs request the same form again and again.
 _GRAMMARS = 32
-# New tokens if neither the request nor the model says anything: the library's default.
+# Default of new tokens if neither the request nor the model sets it: the library's own.
 _DEFAULT_LENGTH = 20
 
 
@@ -51,7 +51,7 @@ class GenerationWorker(EngineWorker):
 
     Args:
         path: of the model.
-        progress: is told what is done, in a few words.
+        progress: called with a short description of each stage.
 
     Raises:
         SetupError: the model cannot be loaded.
@@ -63,7 +63,7 @@ class GenerationWorker(EngineWorker):
         model, self._tokenizer = read_generating(path, settings.dtype)
         self._config = model.config
         self._grammar = lru_cache(maxsize=_GRAMMARS)(self._new_grammar)
-        # What translators and the like read is another text than what they write.
+        # Translators and the like do not copy their source, so that prompt lookup would not pay.
         lookup = 0 if self._config.is_encoder_decoder else settings.prompt_lookup_num_tokens
         super().__init__(model, settings, prompt_lookup_num_tokens=lookup)
         self.info = self._info(
@@ -75,7 +75,7 @@ class GenerationWorker(EngineWorker):
         if settings.warm_up:
             self._warm_up(progress)
 
-    # ---- what the model is
+    # ---- the model's description
 
     def _default_new_tokens(self) -> int:
         generation = self._model.generation_config
@@ -86,13 +86,13 @@ class GenerationWorker(EngineWorker):
         return _DEFAULT_LENGTH
 
     def _option(self, job: Generate, name: str) -> Any:
-        """An option of a job, which may be None, or the model's own."""
+        """Returns an option of a job, which may be None, or else the model's default."""
         return job.options[name] if name in job.options else getattr(self._model.generation_config, name, None)
 
     # ---- jobs
 
     def _warm_up(self, progress: Callable[[str], object]) -> None:
-        """Has the steps captured that most requests need, for one request, two, four, up to as many as have slots."""
+        """Captures the steps that most requests need, for one request, two, four, up to as many as have slots."""
         token = self._option(Generate(()), "bos_token_id") or 0
         beams = int(self._model.generation_config.num_beams or 1)
         kinds: list[dict[str, Any]] = [{"num_beams": 1, "do_sample": False}]
@@ -102,12 +102,12 @@ class GenerationWorker(EngineWorker):
             most = max(self.info.slots // (1 if options else beams), 1)
             job = Generate((int(token),) * 8, {**options, **_WARM_UP})
             for count in (1 << power for power in range(most.bit_length())):
-                with self._engine.paused():  # so that they begin together
+                with self._engine.paused():  # makes them start together
                     futures = [self._start(job, None)[0] for _ in range(count)]
                 for future in futures:
                     future.result()
 
-    # ---- inside
+    # ---- internal
 
     def _start(
         self, job: Generate, on_delta: Callable[[Delta], object] | None
@@ -144,14 +144,14 @@ class GenerationWorker(EngineWorker):
         return future, partial(self._generated, job, recorder)
 
     def _new_grammar(self, form: str, eos: tuple[int, ...]) -> fastgen.Grammar:
-        """That of the form of a job, as JSON. BadRequest: there is no such, or the model's tokenizer has none."""
+        """Compiles a job's form, given as JSON. BadRequest: it is invalid, or the tokenizer allows no grammars."""
         try:
             return fastgen.Grammar(self._tokenizer, eos, **json.loads(form))
         except ValueError as error:
             raise BadRequest(one_line(error), param="form") from error
 
     def _given(self, job: Generate) -> Any:
-        """The input: tokens, or a mapping with what else the model reads, in its own type of numbers."""
+        """Returns the input: tokens, or a mapping with the model's other inputs, floats in its dtype."""
         if not job.inputs:
             return list(job.tokens)
         given: dict[str, Any] = {"input_ids": list(job.tokens)}
@@ -165,14 +165,14 @@ class GenerationWorker(EngineWorker):
         for name in job.options.keys() - _OPTIONS:  # other arguments of `generate` are code
             raise BadRequest(f"{name} is no option of a generation config", param=name)
         size = self._config.get_text_config(decoder=True).vocab_size
-        # Those that stand for images may be beyond it: the model's processor has made them.
+        # Image placeholders may exceed the vocabulary: the model's processor makes them.
         if not job.inputs and not all(0 <= token < size for token in job.tokens):
             raise BadRequest(f"the input has token ids that are not from 0 to {size - 1}", param="prompt")
         for name in _TOKEN_OPTIONS:
             if not all(0 <= token < size for token in _flat(job.options.get(name))):
                 raise BadRequest(f"{name} has token ids that are not from 0 to {size - 1}", param=name)
         beams = int(self._option(job, "num_beams") or 1)
-        if beams > 1 and len(self._eos(job)) >= size:  # each beam has a candidate more than there are such tokens
+        if beams > 1 and len(self._eos(job)) >= size:  # each beam needs one candidate more than there are EOS tokens
             raise BadRequest("all tokens end a sequence: leave one that beams go on with", param="eos_token_id")
         if job.prompt_logprobs is not None:
             check_size(self._model, len(job.tokens))
@@ -184,7 +184,7 @@ class GenerationWorker(EngineWorker):
             )
 
     def _prompt(self, job: Generate) -> int:
-        """Tokens that a result begins with."""
+        """Returns the number of tokens that a result begins with."""
         return 1 if self._config.is_encoder_decoder else len(job.tokens)
 
     def _eos(self, job: Generate) -> frozenset[int]:
@@ -201,7 +201,7 @@ class GenerationWorker(EngineWorker):
         return self._default_new_tokens() if new is None else int(new)
 
     def _generated(self, job: Generate, recorder: Recorder | None, result: Any) -> Generated:
-        """The sequences of what `generate` returns."""
+        """Converts the result of `generate` to sequences."""
         tokens = result if isinstance(result, Tensor) else result.sequences
         scores = None if isinstance(result, Tensor) else getattr(result, "sequences_scores", None)
         prompt, ends = self._prompt(job), self._ends(job)
@@ -225,7 +225,7 @@ class GenerationWorker(EngineWorker):
 
 
 def _flat(value: Any) -> list[int]:
-    """The token ids of an option: one, a list of them, or a list of lists."""
+    """Flattens the token ids of an option: one, a list of them, or a list of lists."""
     if value is None:
         return []
     if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
-"""Models from their files, in the process that they run in, and tokenizers in that of the server.
+"""Loads models in their own process, and tokenizers in the server's.
 
-Nothing of a checkpoint is executed: `trust_remote_code` is never set.
+Code in a checkpoint never runs: `trust_remote_code` is never set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastgen.pipeline.loading import (
 from fastgen.pipeline.settings import STANDARD_STREAM
 
 _log = logging.getLogger("fastgen_serve")
-# Models that transcribe, by their type: those that need to be told nothing but the recording.
+# Models that transcribe, by type: those that need no input but the recording.
 _SPEECH = {
     "whisper": "WhisperForConditionalGeneration",
     "moonshine": "MoonshineForConditionalGeneration",
@@ -35,7 +35,7 @@ _SPEECH = {
 
 
 def read_config(path: str) -> Any:
-    """The configuration of a model, in whichever process.
+    """Reads the configuration of a model. Works in any process.
 
     Raises:
         SetupError: it cannot be read.
@@ -48,7 +48,7 @@ def read_config(path: str) -> Any:
 
 
 def generates(path: str) -> bool:
-    """Whether a model generates, by the architecture that its configuration names, or else by its type.
+    """Returns whether a model generates, by the architecture in its configuration, or else by its type.
 
     Raises:
         SetupError: its configuration cannot be read.
@@ -56,7 +56,7 @@ def generates(path: str) -> bool:
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     config = read_config(path)
-    if file_of(sentence_files_of(path), "modules.json"):  # of sentence-transformers
+    if file_of(sentence_files_of(path), "modules.json"):  # a sentence-transformers model
         return False
     if config.architectures:
         return class_named(config) is not None
@@ -64,7 +64,7 @@ def generates(path: str) -> bool:
 
 
 def transcribes(path: str) -> bool:
-    """Whether a model writes down what recordings say, and is one of those that are served.
+    """Returns whether a model transcribes recordings, and is one of the supported types.
 
     Raises:
         SetupError: its configuration cannot be read.
@@ -75,10 +75,10 @@ def transcribes(path: str) -> bool:
 
 
 def read_speech(path: str, dtype: str) -> Any:
-    """A model that transcribes.
+    """Loads a model that transcribes.
 
     Raises:
-        SetupError: any of it is damaged.
+        SetupError: a part of it is damaged.
     """
     from transformers import AutoModelForSpeechSeq2Seq
 
@@ -88,10 +88,10 @@ def read_speech(path: str, dtype: str) -> Any:
 
 
 def read_feature_extractor(path: str) -> Any:
-    """What makes inputs of recordings, for the process of the server; None for a model that does not transcribe.
+    """Loads the feature extractor, for the server's process; returns None for a model that does not transcribe.
 
     Raises:
-        SetupError: it cannot be loaded, or a package is missing that reads recordings.
+        SetupError: it cannot be loaded, or a package that decodes recordings is missing.
     """
     from transformers import AutoFeatureExtractor
 
@@ -103,18 +103,18 @@ def read_feature_extractor(path: str) -> Any:
 
 
 def read_generating(path: str, dtype: str) -> tuple[Any, Any]:
-    """A model that generates, and its tokenizer.
+    """Loads a model that generates, and its tokenizer.
 
     Raises:
-        SetupError: any of it is damaged.
+        SetupError: a part of it is damaged.
     """
-    # The command reads inputs and writes outputs, too: there are none.
+    # The command's options also name an input and an output, which do not exist here.
     none = STANDARD_STREAM
     return read(RunOptions(path, none, none, dtype=dtype, device="cpu", keep_bits=False, quiet=True))
 
 
 def read_tokenizer(path: str) -> Any:
-    """The tokenizer of a model, for the process of the server.
+    """Loads the tokenizer of a model, for the server's process.
 
     Raises:
         SetupError: it cannot be loaded.
@@ -125,8 +125,8 @@ def read_tokenizer(path: str) -> Any:
 
 
 def read_processor(path: str) -> tuple[Any, str]:
-    """What makes a model's inputs of texts and images, and "". Or None, and why there is none: the model generates from
-    text all the same.
+    """Loads the processor that makes a model's inputs of texts and images. Returns it and "", or None and the reason;
+    the model then still generates from text.
     """
     from transformers import AutoProcessor
 
@@ -143,8 +143,8 @@ def read_processor(path: str) -> tuple[Any, str]:
 
 
 def _read(kind: Any, path: str, failure: str, source: Callable[[str], str]) -> Any:
-    """What one of the library's classes reads of a model, without code of its own; of one with adapters alone, from the
-    source that has it.
+    """Loads a library object of a model, without running the checkpoint's code. For a model that has only adapters,
+    loads it from `source`.
     """
     check_path(path)
     place = source(path)

@@ -1,4 +1,4 @@
-"""A model that runs in the process of the server: for tests, and for programs that serve a few requests."""
+"""A model that runs in the server's process: for tests, and for programs that serve a few requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastgen_serve.workers.worker import Worker
 
 
 class LocalModel(ClientModel):
-    """A `ServedModel` whose worker is here. It is ready once it is made.
+    """A `ServedModel` with a worker in the same process. The constructor loads the model.
 
     Args:
-        name: under which it is served, one of `settings.models`.
+        name: the name under which it is served, one of `settings.models`.
 
     Raises:
         SetupError: it cannot be loaded.
@@ -29,14 +29,14 @@ class LocalModel(ClientModel):
         self._worker.receive(message)
 
     async def start(self) -> None:
-        """It has begun."""
+        """Does nothing: the model is loaded."""
 
     async def stop(self) -> None:
-        """Ends it."""
+        """Stops the model."""
         self.close()
 
     def close(self) -> None:
-        """Ends it, where there is no event loop."""
+        """Stops the model without an event loop."""
         self.is_ready = False
         self._fail_all(Unavailable("the server stops"))
         self._worker.close()

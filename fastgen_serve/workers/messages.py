@@ -1,4 +1,4 @@
-"""What the server and the process of a model tell each other."""
+"""The messages between the server and a model's process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastgen_serve.jobs import Delta, Encode, Encoded, Generate, Generated, Mode
 
 @dataclass(frozen=True)
 class Submit:
-    """Run this. `number` says which request the answers belong to."""
+    """Run this job. `number` identifies the request in the answers."""
 
     number: int
     job: Generate | Transcribe | Encode
@@ -21,21 +21,21 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody wants the result any more."""
+    """Cancel a request."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class AskStats:
-    """Say what has been done so far."""
+    """Report statistics."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End, at once."""
+    """End at once."""
 
 
 # ---- from the process
@@ -43,7 +43,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Progress:
-    """What loading has come to, in a few words."""
+    """The stage of loading, in a few words."""
 
     text: str
 
@@ -57,7 +57,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Broken:
-    """The model cannot be loaded: to try again is of no use."""
+    """The model cannot be loaded, and a retry would not help."""
 
     reason: str
 
@@ -80,7 +80,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a request has failed with."""
+    """The error of a request."""
 
     number: int
     error: ServeError
@@ -88,7 +88,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Stats:
-    """What has been done so far."""
+    """Statistics."""
 
     number: int
     values: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Penalties of OpenAI's interface, for tokens that a result has already."""
+"""OpenAI's frequency and presence penalties for tokens that a result already has."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from transformers import LogitsProcessor
 
 
 class CountPenalties(LogitsProcessor):
-    """Takes from the score of a token for each time that it has been generated, and once if it has.
+    """Lowers the score of a token for each time that it has been generated, and once if it has been.
 
     Args:
-        frequency, presence: what is taken; what is negative is added.
-        prompt: tokens that the sequences begin with, which do not count.
+        frequency, presence: the amounts; negative ones raise scores.
+        prompt: number of tokens that the sequences begin with, which do not count.
     """
 
     def __init__(self, frequency: float, presence: float, prompt: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages between two processes, of which neither waits for the other."""
+"""Passes messages between two processes, neither of which waits for the other."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 _log = logging.getLogger("fastgen_serve")
-# Behind the last message.
+# Follows the last message.
 _END: Any = object()
 
 
 class _Ended(Exception):
-    """The other process has closed its end, or is gone."""
+    """The other process has closed its end, or has died."""
 
 
 @contextmanager
@@ -28,13 +28,13 @@ def _other_end() -> Iterator[None]:
 
 
 class Pipe:
-    """One end of a connection. A thread reads, and a thread writes: what has come up meanwhile goes together.
+    """One end of a connection, with a reader and a writer thread. Messages that accumulate are sent together.
 
     Args:
-        connection: which this closes at the end.
-        on_message: takes each message, in the thread that reads.
-        on_end: is called once: behind the last message with None, where the other process has closed its end, or is
-            gone; otherwise with what has failed here, of which the log says more. Then nothing comes, or is sent.
+        connection: closed at the end.
+        on_message: called with each message, in the reader thread.
+        on_end: called once, after which nothing is received or sent: with None after the last message, if the other
+            process has closed its end or has died; otherwise with the error on this side, whose traceback is logged.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Pipe:
         self._writer.start()
 
     def send(self, message: Any) -> None:
-        """Sends a message of plain data, later. It is lost if the other process is gone."""
+        """Queues a message of plain data. It is lost if the other process dies."""
         self._outgoing.put(message)
 
     def close(self, patience: float | None) -> None:
-        """Sends what there is, and nothing more; waits for so many seconds at the most, or until it is done."""
+        """Sends the queued messages, and no later ones. Waits at most this many seconds; without a limit if None."""
         self._outgoing.put(_END)
         self._writer.join(patience)
 
@@ -65,10 +65,10 @@ class Pipe:
         try:
             work()
         except _Ended:
-            # What writes ends without a word: there may still be messages to read, in front of their end.
+            # The writer ends silently: the reader may still have messages before their end.
             if threading.current_thread() is self._reader:
                 self._end(None)
-        except BaseException as error:  # whatever it is: who waits for an answer would wait for ever
+        except BaseException as error:  # of any kind: otherwise those who wait for an answer would hang
             _log.exception("the pipe between the server and the process of a model has failed")
             self._end(error)
 
@@ -98,7 +98,7 @@ class Pipe:
                     self._connection.send(messages)
 
     def _taken(self) -> list[Any]:
-        """All messages that are there, one at least; nothing comes behind the last one."""
+        """Returns all queued messages, at least one; nothing follows the last one."""
         batch = [self._outgoing.get()]
         while batch[-1] is not _END:
             try:

@@ -1,4 +1,4 @@
-"""A model in a process of its own, which is started again when it dies."""
+"""Runs a model in a process of its own, and restarts the process when it dies."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fastgen_serve.workers.pipe import Pipe
 
 _log = logging.getLogger("fastgen_serve")
 
-# A request that was there each time when so many processes died is not run again: it may be what they died of.
+# A request that was running when this many processes died does not run again: it may have caused it.
 _MOST_RUNS = 2
-# Seconds before a process is started again, the first time and at the most: they double until one lives long.
+# Seconds: the first and the longest delay before a restart, which doubles until a process lives for the third.
 _FIRST_DELAY, _LONGEST_DELAY, _LONG_LIFE = 0.1, 30.0, 60.0
-# A model of which so many processes have died before it was ready is given up.
+# The model is given up after this many processes have died before any was ready.
 _MOST_STARTS = 3
-# Seconds in which a process ends when it is told to, and between two looks at whether it has.
+# Seconds for a process to end after Stop, and between two polls of whether it has.
 _PATIENCE, _LOOK = 5.0, 0.02
 
 
@@ -37,7 +37,7 @@ class RemoteModel(ClientModel):
     """A `ServedModel` in a process of its own.
 
     Args:
-        on_broken: is told why the model cannot be loaded, the first time.
+        on_broken: called once with the reason if the model cannot be loaded.
 
     Raises:
         SetupError: its tokenizer cannot be loaded.
@@ -52,12 +52,12 @@ class RemoteModel(ClientModel):
         self._replacing: asyncio.Future[None] | None = None
         self._pipe: Pipe | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._begin = 0.0  # of the process
+        self._begin = 0.0  # when the process started
         self._delay = _FIRST_DELAY
         self._was_ready = self._is_stopping = False
         self._starts = 0
 
-    # ---- its life
+    # ---- lifetime
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,18 +80,18 @@ class RemoteModel(ClientModel):
         self._starts += 1
         context, self._begin = multiprocessing.get_context("spawn"), time.monotonic()
         own, others = context.Pipe()
-        # What is secret is not its business.
+        # The model's process needs no secrets.
         settings = dataclasses.replace(self._settings, api_keys=(), cache=None)
         started = context.Process(
             target=process.run, args=(others, self.name, settings), name=f"fastgen-serve {self.name}", daemon=True
         )
         started.start()
-        others.close()  # it is the other process that has it open, so that its end is seen here
+        others.close()  # only the other process holds it open, so that its death closes the pipe
         self._process = started
         self._pipe = Pipe(own, self.receive, lambda error: self._in_loop(self._died, started))
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has a function called in the event loop. Any thread may call this."""
+        """Calls a function in the event loop. Any thread may call this."""
         assert self._loop is not None, "it has been started"
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(function, *arguments)
@@ -107,37 +107,37 @@ class RemoteModel(ClientModel):
         self._pipe.send(message)
 
     def receive(self, message: Any) -> None:
-        """Takes a message of the process, in the thread that reads."""
+        """Handles a message of the process, in the reader thread."""
         if isinstance(message, (messages.Progress, messages.Ready, messages.Broken)):
             self._in_loop(self._note, message)
         else:
             super().receive(message)
 
     def _note(self, message: Any) -> None:
-        """What a process says of itself."""
+        """Handles a process's message about its own state."""
         if self._is_stopping:
             return
         super().receive(message)
         if isinstance(message, messages.Broken):
             _log.error("%s", message.reason)
             if not self._was_ready:
-                self._is_stopping = True  # to try again is of no use
+                self._is_stopping = True  # a retry would not help
                 self._on_broken(message.reason)
             return
         seconds = time.monotonic() - self._begin
         _log.info("%s: %s (%.1f s)", self.name, self.progress, seconds)
         if isinstance(message, messages.Ready):
             self._was_ready = True
-            for pending in list(self._pending.values()):  # of the process before this one
+            for pending in list(self._pending.values()):  # sent to the previous process
                 if pending.job is not None:
                     self._send(messages.Submit(pending.number, pending.job))
 
-    # ---- a process that has died
+    # ---- restarts
 
     def _died(self, ended: BaseProcess) -> None:
         if self._is_stopping or ended is not self._process:
             return
-        ended.kill()  # where it is the pipe that has failed, it is still there
+        ended.kill()  # it still runs if the pipe has failed
         self._process = self._pipe = None
         self.is_ready, self.progress = False, "its process has died and is started again"
         metrics.RESTARTS.labels(self.name).inc()
@@ -148,7 +148,7 @@ class RemoteModel(ClientModel):
         self._replacing = asyncio.ensure_future(self._replace(ended))
 
     async def _replace(self, ended: BaseProcess) -> None:
-        """Starts another process when one that has died has given its memory back, which may take seconds."""
+        """Starts another process once the dead one has released its memory, which may take seconds."""
         await _until_ended(ended)
         if self._is_stopping:
             return
@@ -166,7 +166,7 @@ class RemoteModel(ClientModel):
 
 
 async def _until_ended(process: BaseProcess, seconds: float = math.inf) -> None:
-    """Waits until a process has ended, for so many seconds at the most; in no thread, as all of these may be busy."""
+    """Waits at most this many seconds for a process to end. Polls, because all threads of the executor may be busy."""
     until = time.monotonic() + seconds
     while process.exitcode is None and time.monotonic() < until:
         await asyncio.sleep(_LOOK)

@@ -1,4 +1,4 @@
-"""Jobs that write down what recordings say: requests of `fastgen.Engine`, through the model's own `generate`."""
+"""Transcribes: submits jobs as requests of `fastgen.Engine`, through the model's own `generate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.engine import EngineWorker
 from fastgen_serve.workers.loading import read_speech
 
-# New tokens of the request of the warm-up.
+# New tokens of the warm-up's request.
 _WARM_UP = 4
 
 
@@ -25,7 +25,7 @@ class SpeechWorker(EngineWorker):
 
     Args:
         path: of the model.
-        progress: is told what is done, in a few words.
+        progress: called with a short description of each stage.
 
     Raises:
         SetupError: the model cannot be loaded.
@@ -43,7 +43,7 @@ class SpeechWorker(EngineWorker):
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Has a window of silence transcribed."""
+        """Transcribes a window of silence."""
         config = self._model.config
         silence = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
         self._start(Transcribe({"input_features": silence}, 0.0, {"max_new_tokens": _WARM_UP}), None)[0].result()
@@ -62,7 +62,7 @@ class SpeechWorker(EngineWorker):
         return self._engine.submit(given, timeout=0, **options), partial(self._transcribed, job)
 
     def _transcribed(self, job: Transcribe, result: Any) -> Transcribed:
-        """What `generate` returns: tokens, or a dictionary that has segments, too."""
+        """Converts the result of `generate`: tokens, or a dictionary that also has segments."""
         if isinstance(result, Tensor):
             return Transcribed(tuple(result[0].tolist()))
         found = result["segments"][0]
@@ -73,14 +73,14 @@ class SpeechWorker(EngineWorker):
         return Transcribed(tuple(result["sequences"][0].tolist()), segments, language)
 
     def _language_of(self, window: Any) -> str | None:
-        """The language that a window of Whisper begins with: what the decoder was given is in front of its tokens."""
+        """Returns the language of a Whisper window: the decoder's prompt precedes its tokens."""
         codes = {token: name for name, token in _languages(self._model).items()}
         tokens = window if isinstance(window, Tensor) else window["sequences"]
         return next((codes[token] for token in tokens.tolist() if token in codes), None)
 
 
 def speech_of(model: Any) -> Speech:
-    """What a model can be asked for, by its files."""
+    """Returns a model's capabilities, by its files."""
     generation = model.generation_config
     if model.config.model_type != "whisper":
         return Speech()
@@ -91,12 +91,12 @@ def speech_of(model: Any) -> Speech:
         is_english=not has_languages,
         translates=has_languages and "translate" in (getattr(generation, "task_to_id", None) or {}),
         has_windows=hasattr(generation, "no_timestamps_token_id"),
-        # As OpenAI's own code: half of the positions, without the one that says that a text comes before.
+        # As in OpenAI's code: half of the positions, minus the token that marks a preceding text.
         prompt=model.config.max_target_positions // 2 - 1 if knows_prompts else 0,
     )
 
 
 def _languages(model: Any) -> dict[str, int]:
-    """The tokens of languages, by their codes."""
+    """Returns the language tokens by language code."""
     known = getattr(model.generation_config, "lang_to_id", None) or {}
     return {name.strip("<|>"): token for name, token in known.items()}

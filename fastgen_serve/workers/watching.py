@@ -1,6 +1,7 @@
-"""What is seen of a request while it runs: its new tokens as they are certain, and their log-probabilities.
+"""Observes a running request: its new tokens once they are final, and their log-probabilities.
 
-These are a streamer, criteria and a processor as `generate` takes them. None of them changes anything.
+The observers are a streamer, stopping criteria and a logits processor of `generate`. All but `StopTexts` leave the
+results unchanged.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from fastgen_serve.errors import Failed
 from fastgen_serve.jobs import Delta, TokenLogprob
 
 OnDelta = Callable[[Delta], object]
-# Tokens of a prompt that are decoded with what is behind it.
+# Tokens of a prompt that are decoded with the new ones.
 _CONTEXT = 8
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a sequence when one of these texts ends in its last token. All of it is new, and nothing of the prompt.
+    """Ends a sequence when one of these texts ends in its last token. A match lies in the new text, outside the prompt.
 
-    The library's own criterion goes through the whole vocabulary in each call, which takes a part of a second.
+    The library's own criterion scans the whole vocabulary in each call, which takes a fraction of a second.
 
     Args:
         tokenizer: of the model.
-        texts: one at least, none of them empty.
-        prompt: tokens that the sequences begin with.
+        texts: at least one, none of them empty.
+        prompt: number of tokens that the sequences begin with.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompt: int) -> None:
         self._tokenizer, self._texts, self._prompt = tokenizer, texts, prompt
-        # A character has up to four tokens, where these are bytes.
+        # A character takes up to four tokens, if they are bytes.
         self._window = 4 * max(map(len, texts)) + 4
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        # Some of the prompt is decoded with them, as it decides about a space in front of the first new token.
+        # Decodes the prompt's last tokens too: they decide whether the first new token begins with a space.
         begin = max(input_ids.shape[1] - self._window, self._prompt - _CONTEXT, 0)
         rows = input_ids[:, begin:].tolist()
         prompt = self._characters(rows[0][: max(self._prompt - begin, 0)])
@@ -51,7 +52,7 @@ class StopTexts(StoppingCriteria):
         return any(stop in text[max(before - len(stop) + 1, prompt) :] for stop in self._texts)
 
     def _characters(self, tokens: list[int]) -> int:
-        """Characters of the text of tokens, without a part of one at the end."""
+        """Returns the number of characters of the tokens' text, without an incomplete character at the end."""
         return len(self._decoded(tokens).rstrip("\ufffd"))
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -60,30 +61,30 @@ class StopTexts(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends a sequence.
+    """The conditions that end a sequence.
 
     Attributes:
-        eos: tokens that do.
-        stops: texts that do; None where there are none.
+        eos: the tokens that end it.
+        stops: the criterion of stop strings; None if there are none.
     """
 
     eos: frozenset[int]
     stops: Callable[[Tensor, Any], Tensor] | None = None
 
     def at_last(self, tokens: Tensor) -> list[bool]:
-        """Whether sequences [rows, length], that go on so far, end with their last token."""
+        """Returns whether unfinished sequences [rows, length] end with their last token."""
         ended = [token in self.eos for token in tokens[:, -1].tolist()]
         if self.stops is None:
             return ended
         return [one or other for one, other in zip(ended, self.stops(tokens, None).tolist(), strict=True)]
 
     def cut(self, row: Tensor, prompt: int, pad: Any) -> tuple[list[int], str, int]:
-        """The new tokens of a result [length], without EOS and padding; why it ends; their number, with EOS."""
+        """Returns the new tokens of a result [length], without EOS and padding; why it ends; their number, with EOS."""
         new = row[prompt:].tolist()
         end = next((position for position, token in enumerate(new) if token in self.eos), None)
         if self.stops is None:
             return (new, "length", len(new)) if end is None else (new[:end], "stop", end + 1)
-        # Behind a stop string is padding, where other sequences of the request are longer.
+        # Padding follows a stop string if other sequences of the request are longer.
         written = new if end is None else new[:end]
         while written and written[-1] == pad and not self._stops(row, prompt + len(written)):
             written = written[:-1]
@@ -97,13 +98,13 @@ class Ends:
 
 
 class TokenStreamer(BaseStreamer):
-    """Hands on the tokens of one sequence. It costs least: the step is that of requests that do not stream."""
+    """Passes on the tokens of one sequence. It is the cheapest way: the step is that of requests that do not stream."""
 
     def __init__(self, eos: frozenset[int], on_delta: OnDelta) -> None:
         self._eos, self._on_delta, self._is_first = eos, on_delta, True
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt, which comes first, and then each token."""
+        """Gets the prompt first, and then each token."""
         if self._is_first:
             self._is_first = False
             return
@@ -112,20 +113,20 @@ class TokenStreamer(BaseStreamer):
             self._on_delta(Delta(0, tokens))
 
     def end(self) -> None:
-        """The request's result tells that."""
+        """Does nothing: the request's result marks its end."""
 
 
 def check_numbers(scores: Iterable[float]) -> None:
-    """Raises Failed where any is NaN, which JSON has no number for."""
+    """Raises Failed if a score is NaN, which JSON cannot represent."""
     if any(map(math.isnan, scores)):
         raise Failed("the model has failed: scores are not numbers")
 
 
 class Recorder(LogitsProcessor):
-    """Has the log-probabilities of all tokens of a step, until the chosen ones are known.
+    """Holds the log-probabilities of all tokens of a step, until the chosen tokens are known.
 
     Args:
-        count: of the likeliest tokens that are kept at each position.
+        count: number of likeliest tokens to keep at each position.
     """
 
     def __init__(self, count: int) -> None:
@@ -138,7 +139,7 @@ class Recorder(LogitsProcessor):
         return scores
 
     def choose(self, position: int, tokens: list[int]) -> list[TokenLogprob]:
-        """What is kept of the step, in which `tokens` [rows] were chosen, at this position of the result."""
+        """Returns entries for `tokens` [rows], the step's chosen tokens at this position, and keeps them."""
         assert self._step is not None, "processors run before criteria"
         self._rows = self._rows or [[] for _ in tokens]
         chosen = self._step.gather(1, torch.tensor(tokens, device=self._step.device)[:, None])[:, 0].tolist()
@@ -153,22 +154,22 @@ class Recorder(LogitsProcessor):
         return made
 
     def of(self, row: int) -> list[TokenLogprob]:
-        """What was kept of a sequence: behind its end, of padding."""
+        """Returns the entries of a sequence. Those after its end belong to padding."""
         return self._rows[row]
 
 
 class RowWatcher(StoppingCriteria):
-    """Sees the tokens of sequences that do not depend on each other, step by step.
+    """Observes the tokens of independent sequences, step by step.
 
     Args:
-        prompt: tokens that the sequences begin with.
-        on_delta: takes new tokens; None if only log-probabilities are wanted.
-        recorder: of these, if they are.
+        prompt: number of tokens that the sequences begin with.
+        on_delta: called with new tokens; None if only log-probabilities are wanted.
+        recorder: of log-probabilities; None if they are not wanted.
     """
 
     def __init__(self, prompt: int, ends: Ends, on_delta: OnDelta | None, recorder: Recorder | None) -> None:
         self._prompt, self._ends, self._on_delta, self._recorder = prompt, ends, on_delta, recorder
-        self._told = 0  # tokens of each sequence: a call that begins again shows them once more
+        self._told = 0  # tokens of each sequence: a call that begins again repeats them
         self._over: set[int] = set()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -188,20 +189,20 @@ class RowWatcher(StoppingCriteria):
 
 
 class BeamWatcher(StoppingCriteria):
-    """Sees the candidates of a beam search, and hands on what is certain of its best sequence.
+    """Observes the candidates of a beam search, and passes on the final tokens of its best sequence.
 
-    A result comes of a candidate, or is one of those that have ended before. So what all of these begin with is what
-    the result begins with.
+    The result descends from a candidate, or is a sequence that has ended. It therefore begins with the tokens that all
+    of these share.
 
     Args:
-        prompt: tokens that the sequences begin with.
-        beams: of the search. Only so many of the candidates, the best, end; the others are there to go on.
+        prompt: number of tokens that the sequences begin with.
+        beams: of the search. Only this many of the best candidates can end; the others only continue.
     """
 
     def __init__(self, prompt: int, beams: int, ends: Ends, on_delta: OnDelta) -> None:
         self._prompt, self._beams, self._ends, self._on_delta = prompt, beams, ends, on_delta
         self._told = 0
-        self._certain: list[int] | None = None  # what the ended ones have in common; None while there are none
+        self._certain: list[int] | None = None  # common prefix of the ended ones; None while there are none
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         rows = input_ids[:, self._prompt :].tolist()
@@ -220,7 +221,7 @@ class BeamWatcher(StoppingCriteria):
 
 
 def _common(rows: Iterable[list[int]]) -> list[int]:
-    """What all of these begin with."""
+    """Returns the common prefix of the rows."""
     common: list[int] = []
     for tokens in zip(*rows, strict=False):
         if any(token != tokens[0] for token in tokens):

@@ -1,4 +1,4 @@
-"""What answers the server, where the model is: in a process of its own, or, for tests, in a thread."""
+"""The model's side of the server: runs its jobs, in a process of its own or, for tests, in a thread."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) -> EngineWorker | EncodingWorker:
-    """What runs the jobs of the model at a path: one that transcribes, generates or encodes, as its
-    configuration says.
+    """Loads the model at a path, and returns the worker that runs its jobs: it transcribes, generates or encodes, as
+    its configuration says.
 
-    It is warmed up, unless the settings say that it need not be.
+    Warms it up, unless the settings disable that.
 
     Args:
-        progress: is told what is done, in a few words.
+        progress: called with a short description of each stage.
 
     Raises:
         SetupError: it cannot be loaded.
@@ -51,23 +51,23 @@ def load(path: str, settings: ServeSettings, progress: Callable[[str], object]) 
 
 
 class Worker:
-    """Runs the jobs of a model, and sends what comes of them.
+    """Runs the jobs of a model, and sends their results.
 
     Args:
-        name: under which the model is served.
-        send: takes messages to the server, from any thread, and does not wait.
+        name: the name under which the model is served.
+        send: sends a message to the server. Any thread may call it; it does not wait.
     """
 
     def __init__(self, name: str, settings: ServeSettings, send: Callable[[Any], object]) -> None:
         self._name, self._settings, self._send = name, settings, send
         self._lock = threading.Lock()
-        # Of jobs without a result; None while one is being submitted.
+        # Of unfinished jobs; None while one is being submitted.
         self._handles: dict[int, Future[Any] | Request | None] = {}
         self._runner: EngineWorker | EncodingWorker | None = None
         self._has_come = threading.Event()
 
     def load(self) -> None:
-        """Loads the model, warms it up, and says that it is ready.
+        """Loads the model, warms it up, and reports that it is ready.
 
         Raises:
             SetupError: it cannot be loaded.
@@ -81,7 +81,7 @@ class Worker:
         self._send(messages.Ready(replace(runner.info, name=self._name)))
 
     def receive(self, message: Any) -> None:
-        """Does what the server asks for."""
+        """Handles a message of the server."""
         if isinstance(message, messages.Submit):
             self._submit(message.number, message.job)
         elif isinstance(message, messages.Cancel):
@@ -93,7 +93,7 @@ class Worker:
             self._send(self._stats_for(message.number))
 
     def wait_until_quiet(self, seconds: float) -> None:
-        """Waits for a job, and then until so many seconds have passed in which none came, and none is left."""
+        """Waits for a job, and then until none is left and none has come for this many seconds."""
         self._has_come.wait()
         while self._has_come.is_set() or self._handles:
             self._has_come.clear()
@@ -107,11 +107,11 @@ class Worker:
     def _stats_for(self, number: int) -> messages.Stats | messages.Failure:
         try:
             return messages.Stats(number, self.stats())
-        except Exception as error:  # jobs are of more use than numbers: the server says in its log that it has none
+        except Exception as error:  # jobs matter more than statistics: the server logs that it got none
             return messages.Failure(number, as_serve_error(error))
 
     def close(self) -> None:
-        """Cancels what has no result, and ends the threads."""
+        """Cancels unfinished requests, and ends the threads."""
         if self._runner is not None:
             self._runner.close()
 
@@ -133,7 +133,7 @@ class Worker:
             self._fail(number, error)
             return
         with self._lock:
-            if number in self._handles:  # otherwise there is a result already
+            if number in self._handles:  # otherwise it has finished already
                 self._handles[number] = handle
 
     def _done(self, number: int, result: Any) -> None:
@@ -153,7 +153,7 @@ class Worker:
 
 
 def refused(error: ValueError, job: Any) -> BadRequest:
-    """Why a job cannot be run. `param` is what the reason names first: an option of the job, or its prompt."""
+    """Returns why a job was refused. `param` is what the reason names first: an option of the job, or its prompt."""
     reason = one_line(error)
     known = {"input": "prompt", **{name: name for name in getattr(job, "options", ())}}
     named = (known[word] for word in re.findall(r"\w+", reason) if word in known)
@@ -161,7 +161,7 @@ def refused(error: ValueError, job: Any) -> BadRequest:
 
 
 def as_serve_error(error: BaseException) -> ServeError:
-    """What a request has failed with, as the interfaces write it."""
+    """Converts an exception to the error that the interfaces write."""
     if isinstance(error, ServeError):
         return error
     if isinstance(error, fastgen.EngineFull):

@@ -1,13 +1,13 @@
 // The best continuations of each input over all its beams, on the CPU, in float32, bfloat16 or float16. The schema is
 // defined in fastgen/ops/best_candidates.py.
 //
-// Almost no score is among the best. So scores are compared with the worst of the best so far, vector by vector, and only
-// those that are better are looked at. The denominator of a softmax is added up meanwhile (Milakov and Gimelshein,
+// Almost no score is among the best. Scores are therefore compared with the worst of the best so far, vector by vector,
+// and only better ones are examined. The denominator of a softmax is summed in the same pass (Milakov and Gimelshein,
 // "Online normalizer calculation for softmax", 2018): everything is read once.
 //
-// A log-softmax and what is added to a row change the order in the row at most to equality. And what is no better changes
-// nothing for torch.topk, whatever its order of equal scores. So the few that are left are given to the same algorithm, in
-// their order, and it chooses what it would have chosen of all.
+// A log-softmax and the addend of a row can only change the order in the row to equality. Scores that are no better do
+// not change the result of torch.topk, whatever its order of equal scores. The same algorithm therefore gets the few
+// remaining candidates, in their order, and chooses as it would from all.
 #include "elementwise/functions.h"
 #include "floats.h"
 #include "isa.h"
@@ -24,7 +24,8 @@ using namespace fastgen;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNoNumber = std::numeric_limits<float>::quiet_NaN();
-// Scores of one task; of a block, which stays in the first cache; and of a line. kLines are compared with one limit.
+// Scores of one task; of a block, which stays in the first-level cache; and of a line. kLines lines are compared with
+// one limit.
 constexpr int64_t kPart = 32768, kBlock = 1024, kLine = 64, kLines = 4;
 
 struct Loops {
@@ -39,7 +40,7 @@ struct Loops {
 #define FASTGEN_LOOPS
 #include "each_isa.h"
 
-// The sum of e to the power of some scores is total * e^maximum.
+// The sum of the exponentials of some scores is total * e^maximum.
 struct Denominator {
   float maximum = -kInfinity;
   double total = 0.0;
@@ -53,8 +54,8 @@ struct Denominator {
   }
 };
 
-// What a part of a row comes to: its candidates in their order, without those that are no better than `count` in front of
-// them, and its share of the denominator.
+// The result of a part of a row: its candidates in order, without those that `count` earlier ones equal or exceed, and
+// its share of the denominator.
 class Part {
  public:
   void scan(const void* scores, ScalarType type, int64_t size, int64_t index, int64_t count, bool normalise,
@@ -113,16 +114,16 @@ class Part {
   bool is_full() const { return static_cast<int64_t>(best_.size()) == count_; }
 
   int64_t index_ = 0, count_ = 0;
-  std::vector<float> best_;  // a heap of the scores of the best, the worst of them in front
+  std::vector<float> best_;  // a min-heap of the best scores
 };
 
-// The candidates of a row, with the scores that they have among those of all rows.
+// Adds the candidates of a row, with scores that are comparable across rows.
 void add_row(std::vector<Candidate>& candidates, const std::vector<Part>& parts, int64_t begin, int64_t end,
              int64_t first, int64_t count, float running, bool normalise) {
   Denominator all;
   for (int64_t part = begin; part < end; ++part) all.add(parts[part].denominator.maximum, parts[part].denominator.total);
   const float logarithm = static_cast<float>(std::log(all.total));
-  if (normalise && !(std::isfinite(all.maximum) && std::isfinite(logarithm))) {  // there is no softmax of it
+  if (normalise && !(std::isfinite(all.maximum) && std::isfinite(logarithm))) {  // the softmax is undefined
     for (int64_t i = 0; i < count; ++i) candidates.push_back({kNoNumber, first + i});
     return;
   }
@@ -134,7 +135,7 @@ void add_row(std::vector<Candidate>& candidates, const std::vector<Part>& parts,
   }
 }
 
-// The `count` best of scores [inputs * beams, vocabulary], or of their log-softmax, plus what is added to each row,
+// Finds the `count` best of scores [inputs * beams, vocabulary], or of their log-softmax, plus an addend for each row,
 // [inputs, beams]: their values, beams and tokens, [inputs, count] each.
 void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scores, Tensor running, bool normalise) {
   Arguments("best_candidates").writes(values, beams, tokens).reads(scores, running);

@@ -1,8 +1,8 @@
-// What every operator checks before it follows a pointer, whoever calls it and with what: that each tensor is in the memory
-// of the CPU, that its storage reaches as far as its sizes and strides say, that its numbers are aligned, and that nothing
-// is written where something else is read or written. Shapes and types are the operator's own matter.
+// Checks that every operator makes before it follows a pointer, for any caller and arguments: each tensor is in CPU
+// memory, its storage is as large as its sizes and strides say, its elements are aligned, and no written memory
+// overlaps other read or written memory. The operator itself checks shapes and types.
 //
-// Indices that a tensor holds are checked where they are used, because another thread may have changed them meanwhile.
+// Indices in a tensor are checked where they are used, because another thread may have changed them meanwhile.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -34,7 +34,7 @@ constexpr ScalarType type_of() {
   return std::is_same_v<T, bool> ? ScalarType::Bool : ScalarType::Byte;
 }
 
-// Whether a tensor has this type and shape, and its numbers lie next to each other.
+// Returns whether a tensor has this type and shape, and is contiguous.
 inline bool is_like(const Tensor& x, ScalarType type, std::initializer_list<int64_t> sizes) {
   bool fits = x.scalar_type() == type && x.dim() == static_cast<int64_t>(sizes.size()) && x.is_contiguous();
   int64_t dim = 0;
@@ -42,21 +42,21 @@ inline bool is_like(const Tensor& x, ScalarType type, std::initializer_list<int6
   return fits;
 }
 
-// The numbers of a tensor, whose type has been checked: constant ones to read, others to write.
+// Returns the data of a tensor whose type has been checked: constant to read, otherwise to write.
 template <class T>
 T* numbers_of(const Tensor& x) {
   if constexpr (std::is_const_v<T>) return static_cast<T*>(x.const_data_ptr());
   else return static_cast<T*>(x.mutable_data_ptr());
 }
 
-// Those of a tensor that is like that; else an error of this message.
+// Returns the data of a tensor of this type and shape; otherwise raises an error with this message.
 template <class T, class... Message>
 T* checked(const Tensor& x, std::initializer_list<int64_t> sizes, const Message&... message) {
   STD_TORCH_CHECK(is_like(x, type_of<std::remove_const_t<T>>(), sizes), message...);
   return numbers_of<T>(x);
 }
 
-// A number of each row: one int64 for all of them, or one for each.
+// An int64 for each row, or one for all of them.
 struct OfRows {
   const int64_t* data;
   int64_t stride;
@@ -68,7 +68,7 @@ struct OfRows {
   int64_t operator[](int64_t row) const { return data[row * stride]; }
 };
 
-// Which of `stored` rows each of `rows` means: a copy, as what is used must be what has been checked.
+// Returns which of `stored` rows each of `rows` refers to: a copy, because the used values must be the checked ones.
 inline std::vector<int64_t> row_map_of(const char* name, const Tensor& row_map, int64_t rows, int64_t stored) {
   const auto* first = checked<const int64_t>(row_map, {rows}, name, ": the row map must be int64, [", rows, "]");
   std::vector<int64_t> found(first, first + rows);
@@ -81,7 +81,7 @@ inline std::vector<int64_t> row_map_of(const char* name, const Tensor& row_map, 
 // a / b rounded up, for sizes: b is above zero.
 inline int64_t quotient(int64_t a, int64_t b) { return a / b + (a % b > 0); }
 
-// The product of sizes; an error where it is beyond int64.
+// Returns the product of sizes; an error if it exceeds int64.
 template <class... Sizes>
 int64_t product_of(const char* name, Sizes... sizes) {
   int64_t product = 1;
@@ -93,7 +93,7 @@ int64_t product_of(const char* name, Sizes... sizes) {
   return product;
 }
 
-// a + b and a - b; the largest or the smallest int64 where they are beyond it.
+// a + b and a - b, saturated to the range of int64.
 inline int64_t sum_of(int64_t a, int64_t b) {
   if (b > 0 && a > INT64_MAX - b) return INT64_MAX;
   if (b < 0 && a < INT64_MIN - b) return INT64_MIN;
@@ -105,10 +105,11 @@ inline int64_t difference_of(int64_t a, int64_t b) {
   return a - b;
 }
 
-// The bytes from a tensor's first number up to its last one.
+// The bytes from a tensor's first element to its last.
 struct Extent {
   uintptr_t begin, end;
-  // Of a tensor with gaps: its numbers are runs of so many bytes, a multiple of `period` apart. Without gaps, 0 both.
+  // For a tensor with gaps: its elements form runs of this many bytes, a multiple of `period` apart. Without gaps, both
+  // 0.
   uintptr_t run, period;
 
   bool meets(const Extent& other) const {
@@ -116,7 +117,7 @@ struct Extent {
   }
 
  private:
-  // Whether the runs of two tensors lie between each other's, as those of K and V in one buffer do.
+  // Returns whether the runs of two tensors interleave without overlap, as those of K and V in one buffer do.
   bool is_between(const Extent& other) const {
     const uintptr_t common = std::gcd(period, other.period);
     const uintptr_t behind = (other.begin % common + common - begin % common) % common;
@@ -135,7 +136,7 @@ class Arguments {
     return *this;
   }
 
-  // Of a tensor whose numbers the operator itself knows not to share memory.
+  // For a tensor whose elements the operator itself knows not to overlap.
   Arguments& writes_distinct(const Tensor& x) {
     add(x, false);
     return *this;
@@ -147,7 +148,7 @@ class Arguments {
     return *this;
   }
 
-  // What may be written in place: a tensor that begins where a written one does, and is as long.
+  // For a tensor that may be written in place: it begins where a written one does, and has the same length.
   Arguments& reads_in_place(const Tensor& x) {
     const Extent extent = extent_of(x);
     if (extent.period != 0 || !any_written([&](const Extent& other) {
@@ -158,9 +159,9 @@ class Arguments {
     return *this;
   }
 
-  // From the first number of a tensor up to the last one. Nothing, if it has none.
+  // Returns the bytes from a tensor's first element to its last; none if it is empty.
   Extent extent_of(const Tensor& x) const {
-    // A plan of a step has hundreds of operators: each of these calls counts.
+    // A command list of a step has hundreds of operators: each of these calls counts.
     static const int32_t cpu = aoti_torch_device_type_cpu();
     int32_t device = 0, type = 0;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
@@ -218,12 +219,12 @@ class Arguments {
     return false;
   }
 
-  // In numbers: where the last one is, how many lie next to each other, and what the others are a multiple of apart.
+  // In elements: the position of the last one, the length of a contiguous run, and the divisor of the other distances.
   struct Places {
     int64_t last, run, period;
   };
 
-  // Torch has made sure that the last place is no more than an int64.
+  // Torch has made sure that the last position fits an int64.
   static Places places_of(const Tensor& x) {
     const int64_t *sizes = x.sizes().data(), *strides = x.strides().data();
     Places found{0, 1, 0};
@@ -236,11 +237,11 @@ class Arguments {
     return found;
   }
 
-  // Whether each number has a place of its own: by their strides, each dimension goes beyond the ones before it.
+  // Returns whether no elements overlap: sorted by stride, each dimension steps beyond all earlier ones.
   static bool is_distinct(const Tensor& x) {
     if (x.is_contiguous()) return true;
     const int64_t dims = x.dim(), *sizes = x.sizes().data(), *strides = x.strides().data();
-    int64_t last = 0;  // number of the dimensions so far
+    int64_t last = 0;  // last position of the dimensions so far
     const auto comes_before = [&](int64_t a, int64_t b) {
       return strides[a] != strides[b] ? strides[a] < strides[b] : a < b;
     };
@@ -256,7 +257,7 @@ class Arguments {
     }
   }
 
-  // Without asking for memory: few operators write more.
+  // Avoids an allocation: few operators write more.
   static constexpr size_t kFew = 16;
   const char* name_;
   size_t count_ = 0;

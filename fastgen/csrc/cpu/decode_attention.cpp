@@ -1,10 +1,10 @@
-// Attention of a decode step on the CPU. The schema is defined in fastgen/ops/attention.py.
+// Decode attention on the CPU. The schema is defined in fastgen/ops/attention.py.
 //
-// All queries that read the K/V of one input and kv head, those of every copy and of every head of the group, are a
-// matrix that goes over it once. Long prefixes are read in chunks that are put together afterwards, so that there is
-// work for every thread even with one input (Dao et al., "Flash-Decoding for long-context inference", 2023). How a
-// prefix is divided depends on how many positions count: the result is the same for any number of threads, and in
-// buffers of any size.
+// All queries that read the K/V of one input and kv head, those of every copy and every head of the group, form a
+// matrix that reads them once. Long prefixes are read in chunks that are merged afterwards, so that every thread has
+// work even for one input (Dao et al., "Flash-Decoding for long-context inference", 2023). The division of a prefix
+// only depends on the number of valid positions: the result is the same for any number of threads, and for buffers of
+// any size.
 #include "attention/problem.h"
 #include "isa.h"
 #include "operator.h"
@@ -24,16 +24,16 @@ using namespace fastgen;
 #define FASTGEN_LOOPS
 #include "each_isa.h"
 
-// A prefix is divided until there are about so many tasks, enough for the cores of a socket to end at the same time. A
-// chunk has at least kMinChunk positions, which take some hundred times as long to read as its state does to merge.
+// A prefix is divided until there are about this many tasks, enough for the cores of a socket to end at the same time.
+// A chunk has at least kMinChunk positions, which take some hundred times as long to read as its state takes to merge.
 constexpr int64_t kTasks = 256;
 constexpr int64_t kMinChunk = 256;
-// About as many multiplications as it takes to pay for waking a thread.
+// About as many multiplications as pay for waking a thread.
 constexpr int64_t kProductsPerTask = 1 << 17;
-// Numbers of a head, at most. Without keys, a tensor that takes no memory may have any number.
+// The largest head size. Without keys, a tensor that takes no memory may have any size.
 constexpr int64_t kMaxDim = 1 << 20;
 
-// These keep the kernel inside the memory of its arguments, whoever calls the operator.
+// These checks keep the kernel inside the memory of its arguments, for any caller.
 void check_part(const char* name, const Tensor& part, const Tensor& query, int64_t rows, int64_t kv_heads) {
   STD_TORCH_CHECK(part.scalar_type() == query.scalar_type(), "decode_attention: ", name,
                   " must have the type of the query");
@@ -52,7 +52,7 @@ void check_pair(const char* name, const Tensor& keys, const Tensor& values, int6
                   " numbers");
 }
 
-// The table may have more columns than there are positions, and rows may have fewer positions than others.
+// The table may have more columns than positions, and rows may have different numbers of positions.
 void check_ancestry(const Tensor& ancestry, int64_t rows, const AttentionProblem& problem) {
   STD_TORCH_CHECK(ancestry.scalar_type() == ScalarType::Int && ancestry.size(0) == rows,
                   "decode_attention: ancestry must be an int32 tensor [", rows, ", ", problem.suffix_length, "]");
@@ -81,7 +81,7 @@ Strided strided(const Tensor& x) {
   return result;
 }
 
-// The mask as if it had been expanded to the shape of the scores.
+// Returns the mask as if it had been expanded to the shape of the scores.
 Strided strided_mask(const Tensor& mask, const int64_t (&scores)[4]) {
   STD_TORCH_CHECK(mask.dim() <= 4, "decode_attention: the mask has ", mask.dim(), " dimensions");
   Strided result;
@@ -104,7 +104,7 @@ void divide(AttentionProblem& problem, int64_t threads) {
   }
   problem.chunks = std::clamp<int64_t>(kTasks / matrices, 1, quotient(longest, kMinChunk));
   problem.chunk_length = quotient(longest, problem.chunks);
-  // Suffixes that are longer than the prefix are worth tasks of their own where the matrices are too few.
+  // Suffixes longer than the prefix get tasks of their own if there are too few matrices.
   const bool long_suffixes = matrices < 4 * threads && problem.suffix_length * problem.per_input > longest;
   problem.fused = problem.chunks == 1 && !long_suffixes;
 }
@@ -113,7 +113,7 @@ void attend(AttentionProblem& problem, ElementType type) {
   const AttentionKernels kernels = FASTGEN_CHOOSE(kernels(type));
   divide(problem, torch::stable::get_num_threads());
   const int64_t tasks = problem.batch * problem.kv_heads * problem.chunks;
-  // What the threads and the chunks work in, in bytes: more than that is not asked for.
+  // Checks that the scratch memory of threads and chunks, in bytes, does not overflow.
   product_of("attention", tasks, problem.per_input, problem.group, problem.queries, sizeof(float),
                       problem.dim + problem.value_dim + 256);
   std::unique_ptr<float[]> states;
@@ -160,7 +160,7 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
                   "decode_attention: lengths, ancestry and the order of queries are those of a suffix");
   STD_TORCH_CHECK(!causal || (!window && !row_map), "decode_attention: a causal call has no window and no row map");
   STD_TORCH_CHECK(!ancestry || !row_map, "decode_attention: a row map goes without an ancestry");
-  // Rows of the KV cache: those of the query, where it has no row map.
+  // Rows of the KV cache: those of the query, if it has no row map.
   const int64_t stored = !row_map ? rows : suffix_keys && suffix_keys->dim() == 4 ? suffix_keys->size(0) : batch;
   STD_TORCH_CHECK(batch > 0 ? stored % batch == 0 : stored == 0 && rows == 0, "decode_attention: the ", stored,
                   " rows must be a multiple of the ", batch, " rows of the prefix");

@@ -1,11 +1,11 @@
-// Compiles FASTGEN_KERNELS, a file, once for each instruction set, in the namespaces `portable`, `avx2` and `avx512`, of which
-// FASTGEN_CHOOSE takes one at run time. The file finds what vectors.h has, and two macros:
+// Compiles the file FASTGEN_KERNELS once for each instruction set, in the namespaces `portable`, `avx2` and `avx512`.
+// FASTGEN_CHOOSE selects one at run time. The file can use vectors.h, and two macros:
 //   FASTGEN_TARGET  the attribute that lets the compiler use the instruction set
 //   FASTGEN_WIDTH   floats of a vector
-// Define FASTGEN_BF16 to have a copy in `avx512bf16` too, for processors that multiply pairs of bfloat16; FASTGEN_VNNI to have
-// copies for processors that multiply bytes, `avxvnni`, and `avx512vnni` in place of `avx512`. They see FASTGEN_HAS_BF16 and
-// FASTGEN_HAS_VNNI. FASTGEN_LOOPS makes vectors of 512 bits of plain loops, too.
-// No include guard: it is meant to be included several times.
+// FASTGEN_BF16 adds a copy in `avx512bf16`, for processors that multiply pairs of bfloat16. FASTGEN_VNNI adds copies
+// for processors that multiply bytes, `avxvnni`, and `avx512vnni` in place of `avx512`. These copies see
+// FASTGEN_HAS_BF16 and FASTGEN_HAS_VNNI. FASTGEN_LOOPS also vectorises plain loops with 512 bits. No include guard: it
+// is meant to be included several times.
 
 namespace portable {
 #define FASTGEN_TARGET
@@ -28,7 +28,7 @@ namespace avx2 {
 #undef FASTGEN_TARGET
 }  // namespace avx2
 
-// In 256 bits, for processors without AVX-512: gcc 11, clang 12.
+// With 256 bits, for processors without AVX-512: gcc 11, clang 12.
 #if defined(FASTGEN_VNNI) && __has_include(<avxvnniintrin.h>)
 #define FASTGEN_HAS_VNNI 1
 #define FASTGEN_AVX_VNNI 1

@@ -1,5 +1,5 @@
-// Several elementwise operators and norms in one call, for tensors so small that starting an operator takes longer than
-// computing it, and some for tensors of any size. The schema is defined in fastgen/ops/elementwise.py.
+// Runs several elementwise operators and norms in one call, for tensors so small that launching an operator takes
+// longer than its computation, and some for tensors of any size. The schema is defined in fastgen/ops/elementwise.py.
 #include "elementwise/functions.h"
 #include "elementwise/lines.h"
 #include "floats.h"
@@ -23,7 +23,7 @@ fastgen::Line fastgen::line_of(int64_t kind) { return FASTGEN_CHOOSE(line_of(kin
 
 namespace {
 
-// The result, and three operands: where they begin, and how far apart their numbers are.
+// The result and three operands: their memory and strides.
 constexpr int64_t kMaxDims = 8, kTensors = 4;
 struct Operand {
   char* data;
@@ -32,10 +32,10 @@ struct Operand {
 };
 using Operands = std::array<Operand, kTensors>;
 
-// One operator, as a line of the code: the kind, how many dimensions, their sizes, the options; then of the result and
-// of each operand the piece of memory (-1: none), the type, where in the memory the first number is, in bytes, and the
-// strides, in numbers. A result may be one of several that are `stride` numbers apart: which of them is a number in
-// memory, an int64; if it is none from 0 to count - 1, nothing is written.
+// One operator, as a line of the code: the kind, the number of dimensions, their sizes, the options; then for the
+// result and each operand the piece of memory (-1: none), the type, the byte offset of its first element, and the
+// strides in elements. A result may be one of several that are `stride` elements apart: an int64 in memory selects it.
+// If that is not in 0 to count - 1, nothing is written.
 struct Instruction {
   int64_t kind, dims;
   std::array<int64_t, kMaxDims> sizes;
@@ -49,7 +49,7 @@ struct Instruction {
     std::array<int64_t, kMaxDims> strides;
   } operands[kTensors];
 };
-// So that no product of a size, a stride and the bytes of a number overflows.
+// Keeps products of a size, a stride and an element size from overflowing.
 constexpr int64_t kLargest = int64_t{1} << 28;
 constexpr int64_t kLength = sizeof(Instruction) / sizeof(int64_t);
 
@@ -69,7 +69,7 @@ int64_t bytes_of(int64_t type) {
 
 bool is_norm(int64_t kind) { return kind == kRmsNorm || kind == kLayerNorm; }
 
-// Dimensions of one are left out, and those that can be gone through as one become one; but a row stays as it is.
+// Drops dimensions of one, and merges those that can be traversed as one; but keeps the rows of norms.
 Sizes merged(Operands& operands, const Instruction& instruction) {
   Sizes sizes;
   const int64_t rows = is_norm(instruction.kind) ? instruction.dims - 1 : instruction.dims;
@@ -89,10 +89,10 @@ Sizes merged(Operands& operands, const Instruction& instruction) {
   return sizes;
 }
 
-// From so many numbers on, several threads take parts of them.
+// From this many elements on, several threads share the work.
 constexpr int64_t kForThreads = 1 << 15;
 
-// The last dimension is a line, the one before it counts lines, and the others are gone through one after the other.
+// The last dimension is a line, the one before it counts lines, and outer loops traverse the others.
 void execute(const Operands& operands, const Sizes& sizes, const Options& options, Line line, int64_t dim,
              std::array<int64_t, kTensors> offsets) {
   if (dim + 2 < sizes.dims) {
@@ -114,7 +114,7 @@ void execute(const Operands& operands, const Sizes& sizes, const Options& option
   line(pieces, apart, dim < last ? sizes.of[dim] : 1, sizes.of[last], options);
 }
 
-// The same, with a part of the first dimension for each thread, if there is enough to do.
+// The same, with a part of the first dimension for each thread, if there is enough work.
 void execute_in_parts(const Operands& operands, const Sizes& sizes, const Options& options, Line line, bool is_norm) {
   int64_t numbers = 1;
   for (int64_t dim = 0; dim < sizes.dims; ++dim) numbers *= sizes.of[dim];
@@ -152,7 +152,7 @@ void check(const Instruction& instruction) {
   STD_TORCH_CHECK(fits, "elementwise: no instruction");
 }
 
-// Where the number is, an int64, that says which of several results is written.
+// Returns the address of the int64 that selects one of several results.
 const char* position(const Instruction& instruction, const std::vector<Memory>& memory) {
   const auto& given = instruction.position;
   const bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
@@ -162,7 +162,7 @@ const char* position(const Instruction& instruction, const std::vector<Memory>& 
   return memory[given.memory].data + given.begin;
 }
 
-// Where an operand begins, if all of it is inside of its memory.
+// Returns an operand, after checking that all of it is inside its memory.
 Operand operand(const Instruction& instruction, int n, const std::vector<Memory>& memory) {
   const auto& given = instruction.operands[n];
   if (given.memory == -1) return {nullptr, kFloat32, {}};
@@ -182,14 +182,14 @@ Operand operand(const Instruction& instruction, int n, const std::vector<Memory>
   return {data, given.type, given.strides};
 }
 
-// The instructions of a code, and the pieces of memory that they name.
+// The instructions of a code, and the pieces of memory that they use.
 struct Code {
   std::vector<Memory> memory;
   const Instruction* instructions;
   int64_t count;
 
   Code(const std::vector<Tensor>& tensors, const Tensor& code) {
-    // Memory is what the results and the operands lie in together. The instructions have been read before any is executed.
+    // Results and operands share this memory. All instructions are read before any is executed.
     Arguments("elementwise").reads(tensors, code);
     STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
                         code.is_contiguous(),
@@ -210,7 +210,7 @@ struct Step {
   Options options;
   Line line;
   int64_t is_norm;
-  // Where the number is that says which of `count` results is written, that many bytes apart; null if there is one.
+  // Address of the int64 that selects one of `count` results, `bytes` bytes apart; null if there is one.
   const char* position;
   int64_t bytes, count;
 };
@@ -219,7 +219,7 @@ Step step(const Instruction& instruction, const std::vector<Memory>& memory) {
   check(instruction);
   Step made{};
   const auto& several = instruction.position;
-  if (several.memory != -1) made.position = position(instruction, memory);  // which checks what operands read of it
+  if (several.memory != -1) made.position = position(instruction, memory);  // also checks what operands rely on
   for (int n = 0; n < kTensors; ++n) made.operands[n] = operand(instruction, n, memory);
   if (several.memory != -1) {
     made.bytes = several.stride * bytes_of(made.operands[0].type), made.count = several.count;
@@ -263,7 +263,7 @@ void elementwise(std::vector<Tensor> tensors, Tensor given) {
     for (const Step& each : steps) run(each);
     return;
   }
-  // What is where is found out once, and again when memory has moved, as it does when it becomes shared by processes.
+  // Resolves addresses once, and again after memory has moved, for example to be shared by processes.
   add_to_plan([tensors, given, memory = code.memory, steps]() mutable {
     if (has_moved(tensors, memory)) {
       const Code now(tensors, given);

@@ -1,4 +1,4 @@
-// Takes a tensor out of the processor's caches. The schema is defined in fastgen/ops/linear/tune.py.
+// Evicts a tensor from the processor's caches. The schema is defined in fastgen/ops/linear/tune.py.
 #include "instruction_set.h"
 #include "operator.h"
 
@@ -31,7 +31,7 @@ bool evicts() { return false; }
 void flush(uintptr_t, uintptr_t) {}
 #endif
 
-// Whether this processor can. All from the first number of the tensor up to the last one is taken out.
+// Evicts everything from the tensor's first element to its last. Returns whether this processor can.
 bool evict(Tensor x) {
   static const bool can = evicts();
   const Extent extent = Arguments("evict").extent_of(x);

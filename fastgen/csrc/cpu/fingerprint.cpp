@@ -5,13 +5,13 @@ namespace {
 
 using namespace fastgen;
 
-// Adds a word to a sum. This can be undone, so that a word alone never goes unseen.
+// Adds a word to a sum. The operation is invertible, so that a change of a single word is always detected.
 inline void add(uint64_t& sum, uint64_t word) {
   const uint64_t mixed = sum ^ word;
   sum = (mixed << 31 | mixed >> 33) * 0x9e3779b97f4a7c15u;
 }
 
-// Of some bytes, eight sums side by side.
+// Computes the fingerprint of some bytes, as eight interleaved sums.
 uint64_t fingerprint_of(const char* from, int64_t bytes) {
   constexpr int64_t kLanes = 8, kStep = kLanes * sizeof(uint64_t);
   uint64_t lanes[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8}, words[kLanes];

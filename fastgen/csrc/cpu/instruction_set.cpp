@@ -1,4 +1,4 @@
-// The choice of the instruction set.
+// Chooses the instruction set.
 #include "instruction_set.h"
 
 #include "gemm/amx.h"
@@ -28,7 +28,7 @@ struct Answer {
   unsigned int a, b, c, d;
 };
 
-// What the processor says of itself.
+// Runs the CPUID instruction.
 Answer cpuid(unsigned int leaf, unsigned int part) {
   Answer answer{};
   __asm__("cpuid" : "=a"(answer.a), "=b"(answer.b), "=c"(answer.c), "=d"(answer.d) : "a"(leaf), "c"(part));
@@ -131,7 +131,8 @@ bool is_zen5_or_later() {
 
 namespace {
 
-// What fastgen/ops/linear/choose.py calls the instruction set: 0 portable, 1 AVX2, 2 AVX-512, 3 with BF16, 4 with AMX.
+// The number of the instruction set for fastgen/ops/linear/choose.py: 0 portable, 1 AVX2, 2 AVX-512, 3 with BF16, 4
+// with AMX.
 int64_t instruction_set_op() {
   const auto vectors = static_cast<int64_t>(fastgen::instruction_set());
   if (fastgen::instruction_set() != InstructionSet::kAvx512 || fastgen::instruction_set_is_given()) return vectors;
@@ -145,15 +146,15 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CompositeExplicitAutograd, library) {
   library.impl("instruction_set", TORCH_BOX(&instruction_set_op));
 }
 
-// For tests, which run every kernel in one process: the next product looks at the environment again.
+// For tests, which run every kernel in one process: the next operator reads the environment again.
 extern "C" void fastgen_forget_instruction_set() { choice.store(kUnknown, std::memory_order_relaxed); }
 
 extern "C" void fastgen_allow_avx_vnni(bool allowed) {
   avx_vnni_is_allowed.store(allowed, std::memory_order_relaxed);
 }
 
-// For tests: 1 makes the kernels run as on Zen 5, 0 as on others, -1 as on this processor. Returns whether they now run as on
-// Zen 5.
+// For tests: 1 makes the kernels run as on Zen 5, 0 as on others, -1 as on this processor. Returns whether they now run
+// as on Zen 5.
 extern "C" int fastgen_count_as_zen5(int value) {
   counts_as_zen5.store(value, std::memory_order_relaxed);
   return fastgen::is_zen5_or_later();

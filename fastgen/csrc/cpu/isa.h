@@ -1,4 +1,4 @@
-// What kernels that are compiled for several instruction sets (each_isa.h) include first.
+// Common includes of kernels that are compiled for several instruction sets (each_isa.h).
 #pragma once
 
 #include "floats.h"
@@ -13,7 +13,7 @@
 
 #define FASTGEN_INLINE FASTGEN_TARGET inline __attribute__((always_inline))
 #define FASTGEN_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
-// So that gcc, too, makes vectors of 512 bits of a loop.
+// Makes gcc vectorise loops with 512 bits too.
 #ifdef __clang__
 #define FASTGEN_WIDE_AVX512 FASTGEN_AVX512
 #else
@@ -22,12 +22,12 @@
 
 namespace fastgen {
 
-// Inputs whose products are summed among themselves before they are added to the others, in GEMM of every format: what easily
-// fits into the second-level cache of a panel. A multiple of the inputs of a group, whose numbers share a scale.
+// Inputs whose products are summed separately before they are added to the total, in GEMM of every format: a panel of
+// them easily fits into the second-level cache. A multiple of the inputs of a group, which share a scale.
 constexpr int64_t kDepth = 256;
 
-// Indices of a shuffle that puts byte i of each place of four bytes lowest, and nothing above it: of two places, and of the
-// next two.
+// Shuffle indices that move byte i of each four bytes to the lowest place, with zeros above: for two elements, and for
+// the next two.
 constexpr int64_t lanes_of_byte(int i) {
   const uint64_t first = 0x80808000ull | static_cast<uint64_t>(i), second = 0x80808000ull | static_cast<uint64_t>(4 + i);
   return static_cast<int64_t>(first | second << 32);

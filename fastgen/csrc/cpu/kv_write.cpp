@@ -1,4 +1,4 @@
-// The K and V of a step into the KV cache. The schema is defined in fastgen/ops/kv_write.py.
+// Writes the K and V of a step into the KV cache. The schema is defined in fastgen/ops/kv_write.py.
 #include "operator.h"
 
 namespace {

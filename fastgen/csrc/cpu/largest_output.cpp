@@ -1,9 +1,9 @@
-// The largest output of a linear layer for each row, from estimates of all of them. The schemas are defined in
-// fastgen/ops/approximate_logits.py, which says why the result is exact.
+// The largest output of a linear layer for each row, from estimates of all outputs. The schemas are defined in
+// fastgen/ops/approximate_logits.py, which explains why the result is exact.
 //
-// The estimates come from a copy of the weight in 8 bits. Each is off by no more than a bound, or -inf for what does not
-// count. The output with the largest estimate is computed from the weight itself; then so are those whose estimates, with
-// their bounds, reach it. Outputs are looked at in blocks first.
+// The estimates come from an 8-bit copy of the weight. Each has a bounded error, or is -inf for an output that does not
+// count. The output with the largest estimate is computed from the weight itself; then so are all whose estimates, with
+// their bounds, reach it. Whole blocks of outputs are examined first.
 #include "gemm/packed.h"
 #include "top_two/block.h"
 
@@ -16,24 +16,24 @@ using namespace fastgen;
 
 // Whether a second output of a row is about as large as the largest (fastgen/ops/top_two.py).
 struct Near {
-  bool* is_near;  // of each row; null if nobody asks
+  bool* is_near;  // of each row; null if not requested
   float masked, share;
 };
 
-// Outputs that are looked at together, and the part of all outputs that may be computed before all of them are.
+// Outputs of a block, and the fraction of all outputs (1 / kMost) beyond which all are computed.
 constexpr int64_t kBlock = 256, kMost = 8;
-// Outputs that it pays to wake another thread for.
+// Outputs that pay for waking another thread.
 constexpr int64_t kGrain = 64;
 
 struct Layer {
   const Tensor &x, &weight;
   const std::optional<Tensor>& bias;
-  const float *lengths, *errors;  // [outputs] each: of a line, and what it is off by
+  const float *lengths, *errors;  // [outputs] each: the norm of a weight row, and that of its error
   int64_t outputs, group_size;
-  float rounding;  // a result may differ by this part of it because it is rounded
+  float rounding;  // relative rounding error of a result
 };
 
-// The length of a row, and the length of what it is rounded by.
+// The norm of a row of x, and of its quantisation error.
 struct Row {
   float length, error;
 };
@@ -46,7 +46,7 @@ Row measure(const Layer& layer, int64_t row) {
   std::vector<Group> scales(groups);
   std::copy_n(numbers_of<const float>(layer.x) + row * layer.x.stride(0), inputs, line.data());
   const RowKernels kernels = row_kernels();
-  // As the estimates were made. A group times its Hadamard matrix is longer than the group by the root of its size.
+  // As for the estimates. The product of a group and its Hadamard matrix is longer by the square root of its size.
   const float size = static_cast<float>(layer.group_size);
   kernels.rotate(line.data(), whole, layer.group_size, 1.0f / size, turned.data());
   kernels.quantize(turned.data(), whole, layer.group_size, 1, numbers.data(), scales.data());
@@ -58,12 +58,12 @@ Row measure(const Layer& layer, int64_t row) {
   return {static_cast<float>(std::sqrt(squares * size)), static_cast<float>(std::sqrt(errors * size))};
 }
 
-// How far the estimate of an output may be from the result.
+// The largest difference between an estimate and the result.
 float bound(const Layer& layer, const Row& row, float estimate, float length, float error) {
   return row.length * error + row.error * length + layer.rounding * std::fabs(estimate);
 }
 
-// The place of the largest, of equal ones the first; a NaN is larger than any number.
+// Returns the index of the largest, the first of equal ones; NaN is larger than any number.
 size_t place_of_largest(const std::vector<float>& results) {
   size_t found = 0;
   for (size_t i = 1; i < results.size() && results[found] == results[found]; ++i) {
@@ -72,7 +72,7 @@ size_t place_of_largest(const std::vector<float>& results) {
   return found;
 }
 
-// Whether another one reaches the largest less `margin`. Nothing is near to a NaN.
+// Returns whether another one reaches the largest less `margin`. Nothing is near NaN.
 bool has_second(const std::vector<float>& results, size_t largest, float margin) {
   for (size_t i = 0; i < results.size(); ++i) {
     if (i != largest && results[i] >= results[largest] - margin) return true;
@@ -80,7 +80,7 @@ bool has_second(const std::vector<float>& results, size_t largest, float margin)
   return false;
 }
 
-// The output of a row, from the estimates of all of them. Adds to `count` how many have been computed.
+// Returns the largest output of a row, from the estimates of all. Adds the number of computed outputs to `count`.
 int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt look, const Near& near,
                 std::atomic<int64_t>& count) {
   const int64_t outputs = layer.outputs, blocks = quotient(outputs, kBlock);
@@ -107,7 +107,7 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
     gemv_of_outputs(layer.x, row, layer.weight, layer.bias, &first, 1, results.data());
     const float *lengths = layer.lengths, *errors = layer.errors;
     const float *most_lengths = lengths + outputs, *most_errors = errors + outputs;  // of the blocks
-    // Written so that what is no number is computed, too.
+    // Also true for NaN, so that such outputs are computed.
     const auto reaches = [&](float estimate, float length, float error) {
       return estimate != -kInfinity && !(estimate + bound(layer, of, estimate, length, error) < results[0] - margin);
     };
@@ -125,14 +125,14 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
     }
   }
   if (near.is_near != nullptr) near.is_near[row] = false;
-  // Nothing counts, or only one, whose estimate is none any more.
+  // No output counts, or a single one whose estimate has changed meanwhile.
   if (chosen.empty()) return first;
   results.resize(chosen.size());
   const auto compute = [&](int64_t begin, int64_t end) {
     gemv_of_outputs(layer.x, row, layer.weight, layer.bias, chosen.data() + begin, end - begin, &results[begin]);
   };
   const int64_t some = chosen.size();
-  if (layer.x.size(0) == 1) {  // the threads have nothing else to do
+  if (layer.x.size(0) == 1) {  // the threads are otherwise idle
     parallel_for(0, some, kGrain, compute);
   } else {
     compute(0, some);
@@ -177,7 +177,7 @@ int64_t largest_output_out(Tensor out, std::optional<Tensor> is_near, Tensor est
       found[row] = largest(layer, row, given + row * outputs, look, asked, count);
     }
   };
-  if (rows == 1) of_rows(0, 1);  // its threads are those of its outputs
+  if (rows == 1) of_rows(0, 1);  // its threads share its outputs
   else parallel_for(0, rows, 1, of_rows);
   return count;
 }

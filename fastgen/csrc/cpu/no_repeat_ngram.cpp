@@ -6,7 +6,7 @@ namespace {
 
 using namespace fastgen;
 
-// About as many comparisons as it takes to pay for waking a thread.
+// About as many comparisons as pay for waking a thread.
 constexpr int64_t kComparisonsPerTask = 32768;
 
 Tensor no_repeat_ngram_cpu(Tensor scores, Tensor tokens, std::optional<Tensor> lengths, int64_t n,

@@ -1,4 +1,4 @@
-// What every operator on the CPU is made of: checks of its arguments, threads, its place in plans, and its registration.
+// The common parts of all CPU operators: argument checks, threads, command lists, and registration.
 #pragma once
 
 #include "checks.h"
@@ -17,7 +17,7 @@
 
 namespace fastgen {
 
-// Memory that begins with a cache line: a vector that lies in two of them takes twice as long to load. It is not filled.
+// Memory aligned to a cache line: a vector that crosses two lines takes twice as long to load. Uninitialised.
 template <class T>
 class Aligned {
  public:

@@ -1,5 +1,4 @@
-// Attention within each text of several that lie one behind the other. The schema is defined in
-// fastgen/ops/packed_attention.py.
+// Attention within each of several packed sequences. The schema is defined in fastgen/ops/packed_attention.py.
 #include "isa.h"
 #include "operator.h"
 
@@ -21,7 +20,7 @@ struct Rows {
 
 struct TextAttention {
   Rows query, keys, values;
-  int64_t group, dim, value_dim;  // heads of queries that share one of keys
+  int64_t group, dim, value_dim;  // group: query heads that share one of keys
   float scale;
   float* output;  // [tokens, heads, value dim]; tokens are `output_token` apart, the rest is contiguous
   int64_t output_token;
@@ -31,7 +30,7 @@ struct Text {
   int64_t begin, length;
 };
 
-// `attend` takes some queries of a head and a text, at most `queries`, and works in so many floats.
+// `attend` processes at most `queries` queries of a head and a sequence, with this many floats of scratch memory.
 struct TextKernels {
   int64_t queries;
   int64_t (*floats_of_scratch)(const TextAttention&);
@@ -42,7 +41,7 @@ struct TextKernels {
 #define FASTGEN_LOOPS
 #include "each_isa.h"
 
-// About as many multiplications as it takes to pay for waking a thread.
+// About as many multiplications as pay for waking a thread.
 constexpr int64_t kProductsPerTask = 1 << 17;
 
 void check(const Tensor& x, const char* name) {
@@ -71,7 +70,7 @@ std::vector<Text> texts_of(const Tensor& lengths, int64_t tokens) {
   return texts;
 }
 
-// Some queries of one head and one text.
+// Some queries of one head and one sequence.
 struct Task {
   int64_t head, text, first;
 };

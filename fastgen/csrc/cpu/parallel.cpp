@@ -1,4 +1,4 @@
-// A team of threads for one program at a time. The schema is defined in fastgen/ops/thread_pool.py.
+// A thread pool for one recorded graph at a time. The schema is defined in fastgen/ops/thread_pool.py.
 #include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
@@ -24,11 +24,11 @@
 
 namespace {
 
-// A thread looks for work for so long before it sleeps, which is longer than what lies between two operators of a program.
+// A thread polls for work this long before it sleeps, which is longer than the time between two operators of a graph.
 constexpr std::chrono::microseconds kLooks{200};
-// It looks so often between two looks at the clock. How long a pause is depends on the processor.
+// The polls between two reads of the clock. The length of a pause depends on the processor.
 constexpr int kPauses = 32;
-// Threads of a team at the most: they stay as long as the process does.
+// The most threads of a pool: they live as long as the process.
 constexpr int64_t kMostThreads = 1024;
 
 void pause() {
@@ -39,7 +39,7 @@ void pause() {
 #endif
 }
 
-// Waits until `done()`, for kLooks at most. Returns whether it is.
+// Polls `done()` for at most kLooks. Returns its last value.
 template <class Done>
 bool look_for(const Done& done) {
   const auto until = std::chrono::steady_clock::now() + kLooks;
@@ -52,7 +52,7 @@ bool look_for(const Done& done) {
   return done();
 }
 
-// The processor that the calling thread is on; -1 where that is not known.
+// The processor that the calling thread runs on; -1 if unknown.
 int processor() {
 #ifdef __linux__
   return sched_getcpu();
@@ -61,8 +61,8 @@ int processor() {
 #endif
 }
 
-// Takes the calling thread to another processor, if it may use one. A system with other work to do likes to wake a thread
-// where the one is that wakes it, and then each of them waits for the other to give way.
+// Moves the calling thread to another processor, if it may use one. A busy system tends to wake a thread on the
+// processor of the thread that wakes it, and then each waits for the other to yield.
 void leave(int processor) {
 #ifdef __linux__
   cpu_set_t all, others;
@@ -75,14 +75,14 @@ void leave(int processor) {
 #endif
 }
 
-// The calling thread is at a part of a range already.
+// The calling thread is already running a part of a range.
 thread_local bool inside = false;
 
-// A thread, and the part of a range that it is to run. Whoever claims the part runs it: where the thread does not come to
-// it, because another process has its processor or because it sleeps, that is the thread that has asked for it.
+// A thread, and the part of a range that it is to run. Whoever claims the part runs it: if the thread cannot, because
+// another process has its processor or because it sleeps, the requesting thread does.
 class Worker {
  public:
-  // `left` is one less when the thread has done a part.
+  // The thread decrements `left` after each part.
   explicit Worker(std::atomic<int64_t>& left) : left_(left) {
     std::thread thread([this] { work(); });
     handle_ = thread.native_handle();
@@ -97,7 +97,7 @@ class Worker {
     begin_ = begin, end_ = end, run_ = run, context_ = context, starts_on_ = starts_on;
     const uint64_t number = number_.load() + 1;
     unclaimed_.store(number);
-    // Either this sees that the thread sleeps, or that one sees the new number before it does.
+    // Either this sees that the thread sleeps, or the thread sees the new number before it sleeps.
     number_.store(number);
     if (sleeps_.load()) {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -105,14 +105,14 @@ class Worker {
     }
   }
 
-  // Runs the part if nobody has claimed it. For the thread that has asked for it.
+  // Runs the part if it is unclaimed. The requesting thread calls this.
   bool run_unclaimed() {
     if (!claim(number_.load())) return false;
     run_(begin_, end_, context_);
     return true;
   }
 
-  // What the last part has thrown; nothing from then on.
+  // Returns and clears the error of the last part.
   std::exception_ptr taken_error() { return std::exchange(error_, nullptr); }
 
  private:
@@ -132,7 +132,7 @@ class Worker {
     }
   }
 
-  // Whether the part of this number is the caller's from now on. Until it is done, nobody writes another one.
+  // Claims the part of this number for the caller. No other part is written until it is done.
   bool claim(uint64_t number) { return unclaimed_.compare_exchange_strong(number, 0); }
 
   void sleep(uint64_t seen) {
@@ -144,30 +144,30 @@ class Worker {
 
   std::atomic<int64_t>& left_;
   std::thread::native_handle_type handle_;  // the thread never ends
-  alignas(64) std::atomic<uint64_t> number_{0};  // of the parts so far
-  std::atomic<uint64_t> unclaimed_{0};           // the part of this number
+  alignas(64) std::atomic<uint64_t> number_{0};  // of parts so far
+  std::atomic<uint64_t> unclaimed_{0};           // number of the unclaimed part
   std::atomic<bool> sleeps_{false};
   int64_t begin_ = 0, end_ = 0;
   fastgen::Range run_ = nullptr;
   void* context_ = nullptr;
-  int starts_on_ = -1;  // the processor of the thread that has asked for the part
+  int starts_on_ = -1;  // the processor of the requesting thread
   std::exception_ptr error_;
   std::mutex mutex_;
   std::condition_variable woken_;
 };
 
-// The thread that has taken it, and workers, of which there are as many as have ever been asked for.
+// The owning thread, and as many workers as have ever been requested.
 class Team {
  public:
-  // The thread that takes it asks for so many threads.
+  // Makes the calling thread the owner of a pool with this many threads.
   void join(int64_t threads) {
-    workers_.reserve(threads - 1);  // so that a thread, once started, is kept
+    workers_.reserve(threads - 1);  // so that a started thread is never lost
     while (static_cast<int64_t>(workers_.size()) < threads - 1) workers_.push_back(std::make_unique<Worker>(left_));
     threads_ = threads;
     bind();
   }
 
-  // The parts are those of torch.
+  // Divides the range as torch does.
   void run(int64_t begin, int64_t end, int64_t grain, fastgen::Range run, void* context) {
     const int64_t count = end - begin, least = std::max<int64_t>(grain, 1);
     const int64_t parts = std::min(threads_, (count + least - 1) / least), size = (count + parts - 1) / parts;
@@ -205,7 +205,7 @@ class Team {
   }
 
  private:
-  // The workers may use the processors that the calling thread may.
+  // Lets the workers use the processors of the calling thread.
   void bind() {
 #ifdef __linux__
     cpu_set_t now;
@@ -225,18 +225,18 @@ class Team {
 
 // Never freed: its threads wait when the process ends.
 Team* team = nullptr;
-std::atomic<bool> is_taken{false};  // no lock: a fork could find it locked by a thread that it does not have
+std::atomic<bool> is_taken{false};  // no lock: a fork could inherit it locked by a thread that it lacks
 thread_local Team* own = nullptr;
 
-// A fork has none of the team's threads.
+// A fork has none of the pool's threads.
 void forget_team() {
   team = own = nullptr;
   inside = false;
   is_taken.store(false);
 }
 
-// From the time on at which the library is loaded. A fork in the middle of what is done once at a first use would leave that
-// undone for ever in the child, which would wait for it.
+// Registered when the library is loaded. A fork in the middle of a one-time initialisation at the first use would leave
+// it unfinished in the child, which would wait for it forever.
 const int forgets_at_fork = pthread_atfork(nullptr, nullptr, forget_team);
 
 // See fastgen/ops/thread_pool.py.
@@ -264,7 +264,7 @@ void give_team_back() {
 namespace fastgen {
 
 bool run_in_team(int64_t begin, int64_t end, int64_t grain, Range run, void* context) {
-  if (inside) {  // a part of a part
+  if (inside) {  // a nested range
     if (begin < end) run(begin, end, context);
     return true;
   }

@@ -1,4 +1,4 @@
-// Plans of operators. The schemas are defined in fastgen/ops/command_list.py.
+// Command lists of operators. The schemas are defined in fastgen/ops/command_list.py.
 #include "plan.h"
 
 #include <torch/csrc/stable/library.h>
@@ -16,8 +16,8 @@ namespace {
 
 using Plan = std::vector<std::function<void()>>;
 
-// Plans are told apart by their place. There is no lock, as a fork could find it locked by a thread that it does not
-// have. Who executes a plan has not dropped it, and one that is there is only read.
+// A command list is identified by its index. There is no lock, because a fork could inherit it locked by a thread that
+// it lacks. The caller must not drop a list that is being executed; existing lists are only read.
 constexpr int64_t kMost = 4096;
 std::array<std::atomic<Plan*>, kMost> plans{};
 thread_local std::unique_ptr<Plan> open;
@@ -27,7 +27,8 @@ void open_plan() {
   open = std::make_unique<Plan>();
 }
 
-// The number of the plan with `expected` operators; -1 if it has more or fewer, or if there are too many plans.
+// Returns the number of the command list with `expected` operators; -1 if it has more or fewer, or if there are too
+// many.
 int64_t close_plan(int64_t expected) {
   STD_TORCH_CHECK(open != nullptr, "close_plan: this thread has no plan open");
   std::unique_ptr<Plan> plan = std::move(open);

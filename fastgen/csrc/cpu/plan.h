@@ -1,8 +1,9 @@
-// Plans: operators with their arguments, which one call from Python executes. The schemas are in fastgen/ops/command_list.py.
+// Command lists: operators with their arguments, executed by one call from Python. The schemas are in
+// fastgen/ops/command_list.py.
 //
-// While a thread has a plan open, an operator that is registered with FASTGEN_PLANNED is not executed: it is added to the
-// plan, with what it was given. So an operator knows nothing of plans, and reads its arguments in one way. A few do that
-// themselves, and keep what they have found out about their arguments.
+// While a thread has a list open, an operator that is registered with FASTGEN_PLANNED is not executed, but appended
+// with its arguments. Operators therefore need no code for lists, and read their arguments in one way. A few append
+// themselves, and keep what they have derived from their arguments.
 #pragma once
 
 #include <functional>
@@ -11,15 +12,15 @@
 
 namespace fastgen {
 
-// Whether the calling thread has a plan open.
+// Whether the calling thread has a command list open.
 bool plan_is_open();
 void add_to_plan(std::function<void()> work);
 
 template <auto function>
 struct Planned;
 
-// Tensors are references: what they refer to lives as long as the plan. Where its numbers lie, an operator asks each time.
-// The operator returns nothing, or its last argument.
+// Tensors are references, which live as long as the list. An operator reads their addresses each time it runs. It
+// returns nothing, or its last argument.
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Planned<function> {
   static Result call(Arguments... arguments) {
@@ -31,5 +32,5 @@ struct Planned<function> {
 
 }  // namespace fastgen
 
-// In place of TORCH_BOX.
+// Replaces TORCH_BOX.
 #define FASTGEN_PLANNED(function) TORCH_BOX(&fastgen::Planned<&function>::call)

@@ -1,6 +1,7 @@
 // RMS norm of rows, on the CPU, for float32, bfloat16 and float16. The schema is defined in fastgen/ops/rms_norm.py.
 //
-// A model spells it out as six operations with a tensor each. Here a row is read twice, the second time from the cache.
+// A model writes it as six operations with a tensor each. This kernel reads a row twice, the second time from the
+// cache.
 #include "elementwise/lines.h"
 #include "operator.h"
 
@@ -8,7 +9,7 @@ namespace {
 
 using namespace fastgen;
 
-// Numbers of a task: fewer are not worth another thread.
+// Elements of a task: fewer do not pay for another thread.
 constexpr int64_t kTask = 16384;
 
 void rms_norm_out(Tensor out, Tensor x, Tensor weight, double eps, double offset, bool rounds_scaled) {
@@ -25,7 +26,7 @@ void rms_norm_out(Tensor out, Tensor x, Tensor weight, double eps, double offset
   const int64_t numbers = type == ScalarType::Float    ? kFloat32
                           : type == ScalarType::Half   ? kFloat16
                                                        : kBFloat16;
-  // A line's operands are read only.
+  // The operands of a line are only read.
   char *from = const_cast<char*>(numbers_of<const char>(x)), *factors = const_cast<char*>(numbers_of<const char>(weight));
   char* to = numbers_of<char>(out);
   const Options options{{eps, offset}, rounds_scaled};

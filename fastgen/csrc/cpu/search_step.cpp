@@ -1,6 +1,6 @@
-// The bookkeeping of a step of a search, on the CPU, in the buffers of the search. The schemas are defined in
-// fastgen/ops/search_step.py. The rules are those of fastgen/decoding/captured/search.py, where they are explained: this
-// is the same number by number, and the names are the same.
+// The bookkeeping of a search step, on the CPU, in the buffers of the search. The schemas are defined in
+// fastgen/ops/search_step.py. The rules and names are those of fastgen/decoding/captured/search.py, which explains
+// them; this code works element by element.
 #include "operator.h"
 #include "topk.h"
 
@@ -9,17 +9,17 @@ namespace {
 using namespace fastgen;
 
 constexpr float kNever = -1.0e9f;
-// Positions and counts that are added up are at most so large.
+// The largest positions and counts that are added up.
 constexpr int64_t kFarthest = int64_t{1} << 60;
 enum EarlyStopping : int64_t { kIfNoneIsBetter = 0, kAtOnce = 1, kNeverEarly = 2 };
 
-// The numbers of a tensor whose shape and type are as wanted.
+// Returns the data of a tensor after checking its shape and type.
 template <typename T>
 T* checked(const Tensor& tensor, std::initializer_list<int64_t> sizes, const char* name) {
   return fastgen::checked<T>(tensor, sizes, "search_step: wrong shape, type or layout of ", name);
 }
 
-// What all searches have: how far the sequences are, and whether they are over. Pointers to the numbers of the buffers.
+// The common state of all searches: the progress of the sequences, and which are finished. Pointers into the buffers.
 struct Progress {
   int64_t batch, per_input, width;
   const int64_t* limit;
@@ -41,10 +41,10 @@ struct Progress {
     has_nan = checked<const bool>(nan_flag, {}, "has_nan");
   }
 
-  // Whether the next token is the last one up to the limit, or behind it.
+  // Returns whether the next token is the last one within the limit, or beyond it.
   bool is_last(int64_t row) const { return sum_of(length[row], 1) >= limit[row]; }
 
-  // At its limit, and after the end of the search, a sequence stays what it is.
+  // Returns whether a sequence changes: not at its limit, nor after the end of the search.
   bool moves(int64_t row) const { return !*done && length[row] < limit[row]; }
 
   void go_on(int64_t row, bool moves) {
@@ -58,7 +58,7 @@ struct Progress {
   }
 };
 
-// Which tokens end a sequence.
+// The tokens that end a sequence.
 struct Ends {
   const int64_t* eos;
   int64_t count;
@@ -98,7 +98,7 @@ void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor l
   progress.end_step();
 }
 
-// A row goes on by the first of its chosen tokens: those that were drafted, up to the first other one, and one more.
+// Extends a row by its first chosen tokens: those that equal the draft, up to the first difference, and one more.
 void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::optional<Tensor> near, Tensor near_ties,
                Tensor eos, Tensor fill, Tensor limit, Tensor has_nan, Tensor running_sequences, Tensor next_tokens,
                Tensor length, Tensor taken, Tensor unfinished, Tensor done, bool together) {
@@ -118,7 +118,7 @@ void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::
   int64_t* next = checked<int64_t>(next_tokens, {rows}, "the next tokens");
   const int64_t* filler = checked<const int64_t>(fill, {rows}, "fill");
   const Ends ends(eos, std::nullopt, 0);
-  const std::vector<int64_t> before(progress.length, progress.length + rows);  // what is used has been checked
+  const std::vector<int64_t> before(progress.length, progress.length + rows);  // the used values must be checked
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = before[row];
     STD_TORCH_CHECK(at >= 1 && at + (drafted ? width - 1 : 0) <= capacity, "search_step: a length behind the buffer");
@@ -140,7 +140,7 @@ void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::
       while (same < std::min(width - 1, drafted[row]) && draft[same] == token[same]) ++same;
       kept[row] = same;
     }
-    int64_t before_end = 0;  // up to the first that ends the sequence, that one included
+    int64_t before_end = 0;  // tokens up to and including the first EOS
     while (before_end < width && (before_end == 0 || !ends(token[before_end - 1], 0))) ++before_end;
     const int64_t room = difference_of(progress.limit[row], before[row]);
     count[row] = std::max<int64_t>(std::min({kept[row] + 1, before_end, room}), 0);
@@ -165,15 +165,15 @@ void commit_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::
   progress.end_step();
 }
 
-// Some sequences of an input with what belongs to each of their positions, before and after a step.
+// Sequences of an input, with a value for each position, before and after a step.
 template <typename T>
 struct Histories {
   T *running, *finished;
   int64_t beams, width;
   std::vector<T> before{};
 
-  // Running sequence j goes on with candidate chosen[j], and finished sequence j becomes kept[j]: one of those that there
-  // were, or a candidate. The candidate c has added[c] at position `at`. Behind it, all sequences of an input are alike.
+  // Running sequence j continues candidate chosen[j], and finished sequence j becomes kept[j]: a previous one, or a
+  // candidate. Candidate c has added[c] at position `at`. After it, all sequences of an input have equal contents.
   void take(int64_t input, const std::vector<Candidate>& chosen, const std::vector<Candidate>& kept,
             const int64_t* parents, const std::vector<T>& added, int64_t at) {
     const int64_t count = std::clamp<int64_t>(at, 0, width);
@@ -229,7 +229,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
                             checked<int64_t>(sequences, {batch, beams, width}, "sequences"), beams, width};
   Histories<int32_t> rows{checked<int32_t>(running_indices, {batch, beams, steps}, "running_indices"),
                           checked<int32_t>(indices, {batch, beams, steps}, "indices"), beams, steps};
-  const std::vector<int64_t> beam(of_beams, of_beams + batch * count);  // a copy: what is used has been checked
+  const std::vector<int64_t> beam(of_beams, of_beams + batch * count);  // a copy: the used values must be checked
   STD_TORCH_CHECK(std::all_of(beam.begin(), beam.end(), [&](int64_t b) { return b >= 0 && b < beams; }),
                   "search_step: a candidate of a beam that is not there");
   const Ends is_end(eos, stops, batch * count);
@@ -254,7 +254,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
       return score / penalty[input * lengths + std::clamp<int64_t>(generated, 0, lengths - 1)];
     };
 
-    // Those that go on.
+    // The continuing sequences.
     chosen.clear();
     for (int64_t c = 0; c < count; ++c) {
       const float score = of_candidate[input * count + c];
@@ -262,7 +262,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
     }
     topk(chosen, beams, is_one_pass(beams, count));
 
-    // Those that are finished.
+    // The finished sequences.
     const bool* were_finished = is_finished + first;
     const bool had_all = std::all_of(were_finished, were_finished + beams, [](bool each) { return each; });
     kept.clear();
@@ -280,7 +280,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
       now_finished[j] = from < beams ? were_finished[from] : ends_now[from - beams] && from - beams < beams;
     }
 
-    // Is there anything left that could become better than what is there?
+    // Can a running sequence still become better than a finished one?
     const bool hopes_for_all = early_stopping == kNeverEarly && favours[input];
     const float hoped = per_length(
         chosen[0].score, hopes_for_all ? difference_of(last, prompt_capacity) : generated_now);
@@ -333,14 +333,14 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
                   "search_step: numbers must be [width + 1, rows]");
   STD_TORCH_CHECK(width >= 0, "search_step: a width below zero");
-  // The numbers of the first rows of a table for more of them, which is the distance from one number of a row to the next.
+  // The first rows' elements of a table with more rows: the stride between elements is its number of rows.
   const int64_t rows = numbers.size(1), each_row = numbers.size(0), apart = numbers.stride(0);
   STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Long && (numbers.stride(1) == 1 || rows == 1) && apart >= rows,
                   "search_step: wrong shape, type or layout of numbers");
   int64_t* number = numbers_of<int64_t>(numbers);
   const int64_t* count = checked<const int64_t>(taken, {rows}, "taken");
   int64_t* longest = checked<int64_t>(seen, {}, "seen");
-  std::vector<int64_t> parent;  // a copy: what is used has been checked
+  std::vector<int64_t> parent;  // a copy: the used values must be the checked ones
   int32_t* table = nullptr;
   int64_t capacity = 0;
   if (parents.has_value() && ancestry.has_value()) {
@@ -375,7 +375,7 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
   }
   const int64_t longest_now = *std::max_element(number, number + rows);
   *longest = stored + longest_now;
-  // Behind what any row has reached, each position lies in the row itself.
+  // Beyond the longest row, each position belongs to the row itself.
   const int64_t reach = std::clamp<int64_t>(std::max(longest_before, longest_now), 0, capacity);
   std::vector<int32_t> before;
   for (int64_t row = 0; table && row < rows; ++row) {

@@ -1,8 +1,8 @@
 // Sorts the rows of a matrix of float32, on the CPU. The schema is defined in fastgen/ops/sort_rows.py.
 //
 // A radix sort of the bits, least significant digit first (Knuth, "The Art of Computer Programming", volume 3, section
-// 5.2.5): it compares nothing, and keeps the order of equal numbers. Where top-k sampling has left a few scores and set
-// the others to -inf, only those few are sorted.
+// 5.2.5): it has no comparisons, and is stable. If top-k sampling has left a few scores and set the others to -inf,
+// only those few are sorted.
 #include "floats.h"
 #include "operator.h"
 
@@ -18,7 +18,7 @@ using namespace fastgen;
 constexpr int kDigits = 3, kBits = 11;
 constexpr uint32_t kValues = 1u << kBits;
 constexpr uint32_t kSign = 1u << 31, kInfinity = 0x7f800000u;
-// The key of -inf, the smallest: below are those of negative NaN, which get another one.
+// The key of -inf, the smallest: the keys below it would be those of negative NaN, which gets another key.
 constexpr uint32_t kLeast = ~(kSign | kInfinity);
 
 // Bits in the order of the numbers: 0 and -0 are equal, and NaN is above everything, as for torch.sort.
@@ -30,7 +30,7 @@ uint32_t key_of(float x) {
   return (bits & kSign) != 0 ? ~bits : bits | kSign;
 }
 
-// A key, and the column that it comes from.
+// A key and its column.
 struct Item {
   uint32_t key, column;
 };
@@ -50,8 +50,8 @@ class Sorter {
   }
 
  private:
-  // Counts digits, and has those behind all that are -inf in `items_`. Another thread may write into the row meanwhile:
-  // keys are made once. Returns how many are -inf; their columns are written.
+  // Counts digits, and puts the items other than -inf into `items_`. Another thread may write to the row meanwhile, so
+  // that keys are computed only once. Returns the number of -inf, and writes their columns.
   int64_t take(const float* row, int64_t width, int64_t* columns) {
     for (auto& each : counts_) each.fill(0);
     int64_t least = 0, count = 0;
@@ -67,7 +67,7 @@ class Sorter {
     return least;
   }
 
-  // Has the items in `others_` in the order of a digit; false where all have the same.
+  // Sorts the items into `others_` by a digit; returns false if all have the same.
   bool place_of_digit(int digit, int64_t count) {
     std::array<uint32_t, kValues>& places = counts_[digit];
     uint32_t before = 0;

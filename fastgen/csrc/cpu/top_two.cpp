@@ -1,7 +1,7 @@
-// The best score of each row, and whether another one is about as good, in one pass over the scores, on the CPU. The schema
-// is defined in fastgen/ops/top_two.py.
+// The best score of each row, and whether another one is about as good, in one pass over the scores, on the CPU. The
+// schema is defined in fastgen/ops/top_two.py.
 //
-// Of each block of scores the largest is found. Then only the block with the best one is looked at once more: for its place
+// The pass finds the largest score of each block. Only the block with the best one is then read again: for its index
 // and for the second best in the same block.
 #include "instruction_set.h"
 #include "isa.h"
@@ -14,7 +14,7 @@ namespace {
 
 using namespace fastgen;
 
-// Scores of a block, which stays in the first cache.
+// Scores of a block, which stays in the first-level cache.
 constexpr int64_t kBlock = 2048;
 
 #define FASTGEN_KERNELS "top_two/loops.h"
@@ -25,7 +25,7 @@ struct Best {
   bool is_near;
 };
 
-// A NaN is larger than any number, and nothing is near to it.
+// NaN is larger than any number, and nothing is near it.
 Best best_of(const float* scores, int64_t count, float masked, float share, LookAt look) {
   float best = -kInfinity, second = -kInfinity, size = 0.0f;
   int64_t of_best = 0;
@@ -60,7 +60,7 @@ void top_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, do
   int64_t* token = checked<int64_t>(tokens, {rows}, wanted);
   bool* near = checked<bool>(is_near, {rows}, wanted);
   const LookAt look = fastgen::look_at();
-  // A thread is not worth starting for a few thousand scores.
+  // A few thousand scores do not pay for a thread.
   const int64_t grain = std::max<int64_t>(1, 32768 / vocabulary);
   parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

@@ -1,4 +1,4 @@
-// Square blocks of four-byte elements, transposed: [n, n] of lines of n elements, for the width n of a vector.
+// Transposes square blocks of four-byte elements: [n, n], for the width n of a vector.
 #pragma once
 #include "instruction_set.h"
 
@@ -22,7 +22,7 @@ __attribute__((target("avx2,fma"))) inline void transpose8(const float* from, in
   __m256 rows[8], pairs[8];
 #pragma GCC unroll 8
   for (int64_t n = 0; n < 8; ++n) rows[n] = _mm256_loadu_ps(from + n * from_stride);
-  // Inside each half of a line, four lines by four columns.
+  // Transposes four lines by four columns in each half of a line.
 #pragma GCC unroll 4
   for (int64_t n = 0; n < 8; n += 2) {
     pairs[n] = _mm256_unpacklo_ps(rows[n], rows[n + 1]);
@@ -48,7 +48,7 @@ __attribute__((target("avx512f"))) inline void transpose16(const void* from, int
   const uint32_t* lines = static_cast<const uint32_t*>(from);
   uint32_t* columns = static_cast<uint32_t*>(to);
   __m512i quarters[4], pairs[4], rows[4];
-  // Quarter q of four lines that are four apart, next to each other: loads alone do that.
+  // Loads quarter q of four lines that are four apart into one vector, without shuffles.
 #pragma GCC unroll 4
   for (int64_t q = 0; q < 4; ++q) {
 #pragma GCC unroll 4
@@ -62,7 +62,7 @@ __attribute__((target("avx512f"))) inline void transpose16(const void* from, int
       x = _mm512_inserti32x4(x, four(2), 2);
       quarters[n] = _mm512_inserti32x4(x, four(3), 3);
     }
-    // Inside each quarter, four lines by four columns.
+    // Transposes four lines by four columns in each quarter.
     pairs[0] = _mm512_unpacklo_epi32(quarters[0], quarters[1]);
     pairs[1] = _mm512_unpackhi_epi32(quarters[0], quarters[1]);
     pairs[2] = _mm512_unpacklo_epi32(quarters[2], quarters[3]);

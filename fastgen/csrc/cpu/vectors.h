@@ -1,16 +1,16 @@
-// Vectors of FASTGEN_WIDTH numbers and what is done with them, for one instruction set. Included by each_isa.h, which says
-// what is defined. No include guard: it is meant to be included several times.
+// Vectors of FASTGEN_WIDTH elements and their operations, for one instruction set. each_isa.h includes it, and
+// documents the macros. No include guard: it is meant to be included several times.
 
 constexpr int64_t kWidth = FASTGEN_WIDTH;
 
 typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(4), may_alias));
-// Of a line whose numbers are of 16 bits, two in each place.
+// Two 16-bit elements in each lane.
 typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(2), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(1), may_alias));
 typedef uint8_t FewBytes __attribute__((vector_size(FASTGEN_WIDTH), aligned(1), may_alias));
 
-// What is tuned to the registers: a number for each width of vectors.
+// A constant tuned to the registers, for each vector width.
 template <class Number>
 constexpr Number by_width(Number of_4, Number of_8, Number of_16) {
   return FASTGEN_WIDTH == 4 ? of_4 : FASTGEN_WIDTH == 8 ? of_8 : of_16;
@@ -24,7 +24,7 @@ FASTGEN_INLINE void load_float16(Vector& to, const uint16_t* from) {
   std::memcpy(&to, numbers, sizeof(numbers));
 }
 
-// kWidth rows of as many numbers, transposed.
+// Transposes kWidth rows of kWidth elements.
 FASTGEN_INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   fastgen::transpose4(from, from_stride, to, to_stride);
 }
@@ -33,12 +33,12 @@ FASTGEN_INLINE Vector load_bytes(const uint8_t* from) {
   return __builtin_convertvector(*reinterpret_cast<const FewBytes*>(from), Vector);
 }
 
-// Byte i of each place.
+// Byte i of each lane.
 FASTGEN_INLINE Bits byte_of(Bits bits, int i) {
   return bits >> (8 * i) & 255u;
 }
 
-// Four floats, over and over; and of such a vector number i, over and over.
+// Four floats, repeated; and element i of such a vector, repeated.
 FASTGEN_INLINE Vector repeat4(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 template <int i>
 FASTGEN_INLINE Vector one_of4(Vector fours) {

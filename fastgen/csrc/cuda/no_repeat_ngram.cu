@@ -1,6 +1,6 @@
-// No-repeat n-gram on CUDA: one block per row, whose threads stride over the windows, so rows may be of any length.
+// No-repeat n-gram on CUDA: one block per row, whose threads stride over the windows, so that rows may have any length.
 //
-// Nothing here waits for the device or depends on what is in device memory: lengths are read by the kernel, and the
+// Nothing here waits for the device or depends on the contents of device memory: the kernel reads the lengths, and the
 // call can be captured in a CUDA graph.
 #include "../no_repeat_ngram.h"
 
@@ -17,14 +17,14 @@ namespace {
 using torch::stable::Tensor;
 
 constexpr int64_t kMaxThreads = 256;
-constexpr int64_t kSharedBytes = 48 * 1024;  // what a block may use on every device without asking for more
+constexpr int64_t kSharedBytes = 48 * 1024;  // available to a block on every device without opting in
 
 template <bool prefix_in_shared, typename word_t, typename token_t>
 __global__ void no_repeat_ngram_kernel(fastgen::Problem<word_t, token_t> problem) {
   extern __shared__ __align__(8) unsigned char shared[];
   const int64_t row = blockIdx.x;
   const int64_t first = problem.first_of_prefix(row);
-  if (first < 0) return;  // the same for the whole block, so nobody is left waiting below
+  if (first < 0) return;  // the same for the whole block, so that no thread waits below
   const token_t* prefix = problem.prefix(row, first);
   int64_t stride = problem.tokens.stride;
   if constexpr (prefix_in_shared) {

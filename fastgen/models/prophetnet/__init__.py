@@ -1,15 +1,15 @@
 """ProphetNet for FairSeq: a sequence-to-sequence Transformer that learns to predict the next n tokens at once.
 
 The decoder has a main stream, which reads the tokens so far, and n predicting streams. The first of them predicts the
-next token; the others, in training, predict the same token from a history that ends one, two, ... tokens earlier, so
+next token. In training, the others predict the same token from a history that ends one, two, ... tokens earlier, so
 that the model plans ahead. Generation computes the main stream and the first predicting stream.
 
-`register` makes FairSeq know the model under the names that its authors gave it, and with the parameters and arguments
-of the checkpoints that they publish. Outside of an accelerated call FairSeq's own way of keeping K and V is used.
+`register` registers the model with FairSeq under its authors' names, and with the parameters and arguments of their
+published checkpoints. Outside of an accelerated call the model uses FairSeq's own KV cache.
 
 Qi et al. 2020, "ProphetNet: Predicting Future N-gram for Sequence-to-Sequence Pre-training", and its code for
-FairSeq 0.9 at github.com/microsoft/ProphetNet. What the authors' pre-training data would need (positions and predicted
-spans that are given with a batch) is not here: that data and the task for it have not been published.
+FairSeq 0.9 at github.com/microsoft/ProphetNet. Support for the authors' pre-training data (positions and predicted
+spans that come with a batch) is missing, because that data and its task have not been published.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CRITERION = "ngram_language_loss"
 
 
 def register() -> None:
-    """Registers with FairSeq. What somebody else has registered under one of the names stays."""
+    """Registers the model, task and criterion with FairSeq. Existing registrations of these names stay."""
     from fairseq import criterions, models, tasks
     from fairseq.tasks.translation import TranslationConfig
 
@@ -42,7 +42,7 @@ def register() -> None:
 def give_way(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of FairSeq's `register_model(name, ...)`, `register_task(name, ...)` and `register_criterion(name, ...)`.
 
-    The authors' own code, as with `--user-dir`, replaces what this package has registered under the name.
+    Lets the authors' own code, loaded with `--user-dir` for example, replace this package's registration of the name.
     """
     from fairseq import criterions, models, tasks
 

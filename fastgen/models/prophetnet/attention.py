@@ -1,13 +1,13 @@
 """Self-attention of the main stream and of the predicting streams (Qi et al. 2020, section 3.2).
 
-Position i of the main stream reads the main stream up to i. Position i of the predicting stream s = 0, 1, ... predicts
-the token at i + 1 from the main stream up to i - s, and reads itself besides: it has a K and V of its own, which no
-other position sees. So all streams read the same K and V, those of the main stream, and have one more column for
-themselves; only the main stream's are kept from one step to the next.
+Position i of the main stream attends to the main stream up to i. Position i of the predicting stream s = 0, 1, ...
+predicts the token at i + 1. It attends to the main stream up to i - s, and to itself, with a K and V of its own that no
+other position sees. All streams therefore share the main stream's K and V, with one additional column for themselves;
+only the main stream's K and V are cached.
 
-Each score has a term that depends on the query and on how far away the key is, in buckets: exact up to half of their
-number, logarithmic up to a maximal distance. Between the main stream and a predicting stream the distance is one more,
-because that stream stands for the next token.
+Each score has a term that depends on the query and on the distance of the key. Distances are bucketed: exactly for the
+first half of the buckets, then logarithmically up to a maximal distance. Between the main stream and a predicting
+stream the distance is one more, because that stream stands for the next token.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fastgen.models.prophetnet.pretrained import store_as
 
 
 class Relations(NamedTuple):
-    """How T new positions of each stream stand to the S positions of the main stream, and, last, to themselves.
+    """The relations of T new positions of each stream to the S positions of the main stream, and, last, to themselves.
 
     Attributes:
         buckets: [streams, T, S + 1], int64; of the distance.
-        mask: [streams, T, S + 1]; 0 where a position may look, -inf elsewhere.
+        mask: [streams, T, S + 1]; 0 where a position may attend, -inf elsewhere.
     """
 
     buckets: Tensor
@@ -37,7 +37,7 @@ class Relations(NamedTuple):
 
 
 def relate(predictions: int, new: int, length: int, num_buckets: int, max_distance: int, like: Tensor) -> Relations:
-    """The relations of the last `new` of `length` positions, in the main stream and `predictions` predicting streams.
+    """Returns the relations of the last `new` of `length` positions, in the main and `predictions` predicting streams.
 
     The mask has the dtype of `like`, and both are on its device.
     """
@@ -48,15 +48,15 @@ def relate(predictions: int, new: int, length: int, num_buckets: int, max_distan
     buckets, visible = [table[distance.clamp(min=0)]], [torch.cat([distance >= 0, own_main], dim=1)]
     for stream in range(predictions):
         buckets.append(table[(distance + 1).clamp(min=0)])
-        # The first token is visible from everywhere.
+        # Every position sees the first token.
         visible.append(torch.cat([(distance >= stream) | (keys == 0), own], dim=1))
     hidden = ~torch.stack(visible)
     mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -math.inf)
-    return Relations(F.pad(torch.stack(buckets), (0, 1)), mask)  # a position is in bucket 0 of its own
+    return Relations(F.pad(torch.stack(buckets), (0, 1)), mask)  # a position itself is in bucket 0
 
 
 def distance_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each distance back, int64; a distance below zero counts as zero."""
+    """Returns the bucket of each backward distance, int64; a distance below zero counts as zero."""
     exact = num_buckets // 2
     distance = distance.clamp(min=0)
     octaves = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
@@ -69,7 +69,7 @@ class NgramSelfAttention(FairseqIncrementalState, nn.Module):
 
     Args:
         dim: of the model; a multiple of `heads`.
-        dropout: probability that a weight is dropped in training.
+        dropout: probability of dropping an attention weight in training.
         num_buckets: of the distances.
     """
 
@@ -90,12 +90,12 @@ class NgramSelfAttention(FairseqIncrementalState, nn.Module):
     def forward(
         self, query: Tensor, attn_mask: Relations, incremental_state: dict[str, Any] | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
-        """As FairSeq's decoder layer calls it.
+        """Computes attention. FairSeq's decoder layer calls it.
 
         Args:
             query: [streams * T, rows, dim], the streams one after another, the main stream first.
             attn_mask: the relations of these streams and positions.
-            incremental_state: FairSeq's state between steps; with it, `query` has the positions behind those kept.
+            incremental_state: FairSeq's state between steps; with it, `query` has the positions after the cached ones.
 
         Returns:
             As `query`; and no weights.
@@ -115,18 +115,18 @@ class NgramSelfAttention(FairseqIncrementalState, nn.Module):
         return self.out_proj(context.permute(2, 3, 0, 1, 4).flatten(3).flatten(0, 1)), None
 
     def _heads(self, x: Tensor, streams: int) -> Tensor:
-        """[streams * T, rows, dim] -> [rows, heads, streams, T, head dim]."""
+        """Reshapes [streams * T, rows, dim] -> [rows, heads, streams, T, head dim]."""
         return x.unflatten(0, (streams, -1)).unflatten(3, (self.num_heads, -1)).permute(2, 3, 0, 1, 4)
 
     def _relative(self, x: Tensor, buckets: Tensor) -> Tensor:
-        """What the distances add to the scores, [rows, heads, streams, T, S + 1]."""
+        """Returns the relative terms of the scores, [rows, heads, streams, T, S + 1]."""
         streams = buckets.shape[0]
         terms = self.relative_linear(x).unflatten(0, (streams, -1)).unflatten(3, (self.num_buckets, self.num_heads))
         terms = terms.permute(2, 4, 0, 1, 3)  # [rows, heads, streams, T, buckets]
         return terms.gather(4, buckets.expand(*terms.shape[:2], *buckets.shape))
 
     def extend(self, keys: Tensor, values: Tensor, incremental_state: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
-        """K and V of the main stream, [rows, heads, S, head dim], for those of its new positions."""
+        """Appends new K and V of the main stream to the cached ones, and returns all, [rows, heads, S, head dim]."""
         if incremental_state is None:
             return keys, values
         saved = self._get_input_buffer(incremental_state)
@@ -137,7 +137,7 @@ class NgramSelfAttention(FairseqIncrementalState, nn.Module):
         return keys, values
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Row r continues row `new_order[r]`."""
+        """Makes row r continue row `new_order[r]`."""
         saved = self._get_input_buffer(incremental_state)
         if saved is not None:
             saved = {name: part.index_select(0, new_order) for name, part in saved.items()}

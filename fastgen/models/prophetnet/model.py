@@ -1,4 +1,4 @@
-"""The encoder, the decoder and the model."""
+"""ProphetNet's encoder, decoder and model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastgen.models.prophetnet.pretrained import store_as
 
 
 class ProphetNetEncoder(FairseqEncoder):
-    """BERT's encoder: learned positions, normalisation after each block."""
+    """BERT's encoder: learned positions, post-norm."""
 
     def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
@@ -54,8 +54,8 @@ class ProphetNetEncoder(FairseqEncoder):
             src_tokens: [batch, S].
 
         Returns:
-            `encoder_out`: [S, batch, dim]; `encoder_padding_mask`: [batch, S], true where there is no token. Each in a
-            list, as FairSeq's encoders have it.
+            `encoder_out`: [S, batch, dim]; `encoder_padding_mask`: [batch, S], true for padding. Each in a list, as in
+            FairSeq's encoders.
         """
         padding = src_tokens.eq(self.padding_idx)
         x = self.embed_tokens(src_tokens) + self.embed_positions(src_tokens)
@@ -66,8 +66,8 @@ class ProphetNetEncoder(FairseqEncoder):
         return {"encoder_out": [x], "encoder_padding_mask": [padding]}
 
     def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
-        """Row r becomes row `new_order[r]`."""
-        rows = {"encoder_out": 1, "encoder_padding_mask": 0}  # along which dimension
+        """Makes row r row `new_order[r]`."""
+        rows = {"encoder_out": 1, "encoder_padding_mask": 0}  # the batch dimension
         return {name: [part.index_select(rows[name], new_order) for part in encoder_out[name]] for name in rows}
 
     def max_positions(self) -> int:
@@ -75,12 +75,12 @@ class ProphetNetEncoder(FairseqEncoder):
 
 
 class ProphetNetDecoderLayer(TransformerDecoderLayerBase):
-    """FairSeq's decoder layer, post-norm, with self-attention of all streams in place of its own."""
+    """FairSeq's post-norm decoder layer, with self-attention over all streams."""
 
     def __init__(self, args: Namespace) -> None:
         self._num_buckets = args.num_buckets
         super().__init__(TransformerConfig.from_namespace(args))
-        # Its published name, and still the first: states of optimizers are in the order of parameters.
+        # Uses the published name, and keeps it first: optimizer states depend on the order of parameters.
         self._modules: dict[str, nn.Module | None] = {
             "ngram_self_attn": self._modules.pop("self_attn"),
             **self._modules,
@@ -96,7 +96,7 @@ class ProphetNetDecoderLayer(TransformerDecoderLayerBase):
 
 
 class ProphetNetDecoder(FairseqIncrementalDecoder):
-    """The decoder with its main stream and `args.ngram` predicting streams."""
+    """The decoder, with its main stream and `args.ngram` predicting streams."""
 
     def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
@@ -108,7 +108,7 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         self.padding_idx = pad
         self.max_target_positions = args.max_target_positions
         self.embed_tokens = embed_tokens
-        # A predicting stream stands one position ahead.
+        # A predicting stream is one position ahead.
         self.embed_positions = LearnedPositionalEmbedding(args.max_target_positions + pad + 2, dim, pad)
         self.ngram_input_embed = nn.Embedding(args.ngram, dim)
         self.emb_layer_norm = LayerNorm(dim)
@@ -135,14 +135,14 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
     ) -> tuple[Tensor | list[Tensor], dict[str, Any]]:
         """
         Args:
-            prev_output_tokens: [rows, T], the tokens so far; with `incremental_state` the last of them is new.
-            encoder_out: what the encoder returned.
+            prev_output_tokens: [rows, T], the tokens so far; with `incremental_state` only the last of them is new.
+            encoder_out: the encoder's output.
 
         Returns:
-            Without `incremental_state` a list with the scores of each predicting stream, [rows, T, vocabulary]; with it
-            the scores of the next token, [rows, 1, vocabulary]. And `attn`: the weights that the first predicting
-            stream gave to the source in the last layer, a list with [rows, T, S], if they are asked for by
-            `make_generation_fast_(need_attn=True)`.
+            Without `incremental_state` a list with the logits of each predicting stream, [rows, T, vocabulary]; with it
+            the logits of the next token, [rows, 1, vocabulary]. And `attn`: the first predicting stream's attention
+            weights over the source in the last layer, a list with [rows, T, S], if
+            `make_generation_fast_(need_attn=True)` has enabled them.
         """
         features, extra = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
         scores = [self.output_layer(stream) for stream in features]
@@ -155,7 +155,7 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         incremental_state: dict[str, Any] | None = None,
         **unused: Any,
     ) -> tuple[list[Tensor], dict[str, Any]]:
-        """As `forward`, before the projection to the vocabulary: [rows, T, dim] for each predicting stream."""
+        """Computes `forward` up to the projection to the vocabulary: [rows, T, dim] for each predicting stream."""
         length = prev_output_tokens.shape[1]
         if incremental_state is None:
             tokens, predictions = prev_output_tokens, self.ngram
@@ -179,7 +179,7 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         return features, {"attn": [weights] if weights is not None else None}
 
     def _embed(self, tokens: Tensor, positions: Tensor, predictions: int) -> Tensor:
-        """The first layer's input, [streams * T, rows, dim]."""
+        """Returns the first layer's input, [streams * T, rows, dim]."""
         table, pad = self.embed_positions.weight, self.padding_idx
         ahead = F.embedding(positions + 1, table, pad)
         streams = [self.embed_tokens(tokens) + F.embedding(positions, table, pad)]
@@ -189,11 +189,11 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         return self.dropout_module(self.emb_layer_norm(x))
 
     def output_layer(self, features: Tensor, **unused: Any) -> Tensor:
-        """[..., dim] -> [..., vocabulary]."""
+        """Projects [..., dim] -> [..., vocabulary]."""
         return self.output_projection(features)
 
     def get_normalized_probs(self, net_output: tuple[Any, ...], log_probs: bool, sample: Any = None) -> Tensor:
-        """Probabilities of the next token, which is what FairSeq's other criteria ask for."""
+        """Returns the probabilities of the next token, which FairSeq's other criteria need."""
         scores, *rest = net_output
         return super().get_normalized_probs((scores[0] if isinstance(scores, list) else scores, *rest), log_probs)
 
@@ -206,7 +206,7 @@ class ProphetNetModel(FairseqEncoderDecoderModel):
 
     @staticmethod
     def add_args(parser: Any) -> None:
-        """The model's options on FairSeq's command lines."""
+        """Adds the model's options to FairSeq's command lines."""
 
         def add(name: str, kind: type, text: str) -> None:
             parser.add_argument(name, type=kind, metavar="N" if kind is int else "D", help=text)
@@ -235,11 +235,11 @@ class ProphetNetModel(FairseqEncoderDecoderModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> ProphetNetModel:
-        """A new model; `args.load_from_pretrained_model` names a file to take its weights from, and is cleared then.
+        """Builds a model; if `args.load_from_pretrained_model` names a file, loads its weights and clears the argument.
 
-        Raises ValueError where embeddings are to be shared between dictionaries or dimensions that differ.
+        Raises ValueError if embeddings are to be shared between different dictionaries or dimensions.
         """
-        ARCHITECTURES["ngram_transformer_prophet"](args)  # what arguments of an older version lack
+        ARCHITECTURES["ngram_transformer_prophet"](args)  # fills in arguments that an older version lacks
         source, target = task.source_dictionary, task.target_dictionary
         encoder_tokens = _embedding(source, args.encoder_embed_dim)
         if args.share_all_embeddings:
@@ -254,7 +254,7 @@ class ProphetNetModel(FairseqEncoderDecoderModel):
         model = cls(ProphetNetEncoder(args, source, encoder_tokens), ProphetNetDecoder(args, target, decoder_tokens))
         if args.load_from_pretrained_model is not None:
             pretrained.load(model, args.load_from_pretrained_model, args.load_sep)
-            args.load_from_pretrained_model = None  # a checkpoint of the new model is complete without that file
+            args.load_from_pretrained_model = None  # a checkpoint of the new model does not need that file
         return model
 
 
@@ -263,7 +263,7 @@ def _embedding(dictionary: Any, dim: int) -> nn.Embedding:
 
 
 def _width(dim: int) -> dict[str, int]:
-    """A model of this many dimensions: heads are 64 wide, feed-forward layers four times as wide as the model."""
+    """Returns the shape of a model: heads are 64 wide, feed-forward layers four times as wide as the model."""
     names = {"embed_dim": dim, "ffn_embed_dim": 4 * dim, "attention_heads": dim // 64}
     return {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in names.items()}
 
@@ -306,4 +306,4 @@ ARCHITECTURES = {
     "ngram_transformer_prophet_middle": partial(_set_defaults, _MIDDLE),
     "ngram_transformer_prophet_large": partial(_set_defaults, _LARGE),
 }
-"""{name: sets what `args` lacks}: the shapes that the authors have given names to. The large one has been published."""
+"""{name: function that sets missing `args`}: the shapes that the authors have named. The large one is published."""

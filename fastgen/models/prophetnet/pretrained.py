@@ -1,4 +1,4 @@
-"""The authors' checkpoints: the names of parameters in them, and fine-tuning a model that begins with their weights."""
+"""The authors' checkpoints: their parameter names, and loading them for fine-tuning."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _PARTS = ("encoder", "decoder")
 
 
 def load(model: nn.Module, path: str, load_sep: bool) -> None:
-    """Loads a published checkpoint, or the weights alone, into `model`.
+    """Loads a published checkpoint, or a file of weights alone, into `model`.
 
-    Tokens that the vocabulary has more than the checkpoint get random embeddings. Positions beyond the checkpoint's
-    repeat its own, each time with the dimensions shifted by one; positions that are too many are left out.
+    Additional tokens of the vocabulary get random embeddings. Additional positions repeat the checkpoint's, each time
+    with the dimensions rotated by one; surplus positions are dropped.
 
     Args:
-        load_sep: [X_SEP] gets the embedding of [SEP], as for fine-tuning from a model that was pre-trained with the one
-            and is fine-tuned with the other.
+        load_sep: gives [X_SEP] the embedding of [SEP], for a model that was pre-trained with the one and is fine-tuned
+            with the other.
 
     Raises:
-        ValueError: the file does not contain a ProphetNet, or `load_sep` is asked for with another dictionary.
+        ValueError: the file does not contain a ProphetNet, or the dictionary lacks the tokens of `load_sep`.
     """
     found = read(path)
     state = found["model"] if isinstance(found, dict) and "model" in found and "args" in found else found
@@ -42,7 +42,7 @@ def load(model: nn.Module, path: str, load_sep: bool) -> None:
 
 
 def read(path: str) -> Any:
-    """The contents of the file. With FastGen enabled it may contain what FairSeq's checkpoints do besides tensors."""
+    """Reads the file. With FastGen enabled it may contain all types of FairSeq's checkpoints, besides tensors."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -65,11 +65,11 @@ def _fit_positions(weight: Tensor, count: int) -> Tensor:
 
 
 def store_as(module: nn.Module, names: dict[str, str]) -> None:
-    """Has the state dict of `module` call its parameters as in `names`, {its own name: name in checkpoints}.
+    """Makes the state dict of `module` name its parameters as in `names`, {its own name: name in checkpoints}.
 
-    A name in checkpoints that is also a parameter of `module` stands for both, which are then the same parameter.
+    A name in checkpoints that is also a parameter of `module` stands for both, which then share one parameter.
     """
-    # Not closures: those could not be pickled with the module.
+    # Not closures, which could not be pickled with the module.
     module.register_state_dict_post_hook(partial(_save, names))
     module.register_load_state_dict_pre_hook(partial(_load, names))
 

@@ -1,6 +1,6 @@
-"""Translation and summarisation with the dictionaries of BERT, and the loss over the predicting streams."""
+"""Translation and summarisation with BERT's dictionaries, and the loss over the predicting streams."""
 
-# FairSeq reads the types of a configuration's fields, so annotations are evaluated in this module.
+# FairSeq reads the types of a configuration's fields, so that this module must evaluate its annotations.
 
 import math
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ from torch import Tensor
 
 
 class BertDictionary(Dictionary):
-    """A vocabulary of tokens with their counts, in their order, with [CLS], [PAD], [SEP] and [UNK] wherever they are.
+    """A vocabulary of tokens with their counts, in order. [CLS], [PAD], [SEP] and [UNK] may be at any index.
 
-    Those of them that are not among the tokens come last.
+    Missing special tokens are appended.
     """
 
     def __init__(self, tokens: Iterable[tuple[str, int]] = ()) -> None:
@@ -37,7 +37,7 @@ class BertDictionary(Dictionary):
 
     @classmethod
     def load_from_file(cls, path: str) -> "BertDictionary":
-        """The dictionary of a file, which has `TOKEN COUNT` in each line. Raises ValueError for another one."""
+        """Reads a dictionary file with `TOKEN COUNT` in each line. Raises ValueError for another format."""
         with open(path, encoding="utf-8", errors="ignore") as file:
             return cls(_read(line.rstrip("\n"), f"{path}, line {number}") for number, line in enumerate(file, start=1))
 
@@ -64,7 +64,7 @@ class TranslationProphetNetTask(TranslationTask):
     def build_dictionary(
         cls, filenames: list[str], workers: int = 1, threshold: int = -1, nwords: int = -1, padding_factor: int = 8
     ) -> "BertDictionary":
-        """The dictionary of a text, for a model that is not pre-trained; the arguments are `fairseq-preprocess`'s."""
+        """Builds a text's dictionary, for a model that is not pre-trained; the arguments are `fairseq-preprocess`'s."""
         made = BertDictionary()
         for filename in filenames:
             Dictionary.add_file_to_dictionary(filename, made, tokenize_line, workers)
@@ -83,7 +83,7 @@ class NgramLanguageLossConfig(FairseqDataclass):
 class NgramLanguageLoss(FairseqCriterion):
     """The negative log-likelihood of the target in every predicting stream, summed over tokens and streams.
 
-    Qi et al. 2020, section 3.3, with every stream weighted the same.
+    Qi et al. 2020, section 3.3, with equal weights for all streams.
     """
 
     def __init__(self, task: Any, label_smoothing: float = 0.0, disable_ngram_loss: bool = False) -> None:
@@ -94,7 +94,7 @@ class NgramLanguageLoss(FairseqCriterion):
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         """
         Returns:
-            The sum, by how much its gradient is to be divided (the tokens that were counted), what to log.
+            The sum, the divisor of its gradient (the number of counted tokens), and the values to log.
         """
         streams, _ = model(**sample["net_input"])
         targets = sample["target"]

@@ -1,13 +1,13 @@
-"""UniLM as a model of Transformers.
+"""UniLM as a Transformers model.
 
-Source and target go through one stack of layers. The attention mask says what a position sees: source tokens see the
-whole source and nothing else, target tokens see the source, the target before them, and themselves. The next token is
-predicted by a [MASK] in its place. So every step feeds two positions, the token generated last and a [MASK] after it,
-and only the first of them stays.
+Source and target share one stack of layers, and the attention mask distinguishes them: source tokens see the whole
+source and nothing else, target tokens see the source, the target before them, and themselves. A [MASK] in the place of
+the next token predicts it. Every step therefore computes two positions, the last token and a [MASK] after it, and
+keeps only the first in the KV cache.
 
-To `generate` this is an encoder-decoder model. The encoder is the embedding of the source; all else happens in the
-first step of the decoder, which reads source and [MASK] together and leaves the source's keys and values in the cache,
-in front of those of the target. So the source is a prefix that FastGen's hooks keep once per input.
+For `generate` this is an encoder-decoder model. The encoder is the embedding of the source. The decoder's first step
+reads the source and the [MASK] together, and leaves the source's keys and values in the cache, before the target's.
+The source is thus a prefix, which FastGen's hooks store once per input.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from fastgen.models.unilm import published
 
 
 class UniLMConfig(BertConfig):
-    """Shape and special tokens of a UniLM: those of BERT, and what is named here. The defaults are those of UniLM v1,
-    base, cased.
+    """The shape and special tokens of a UniLM: BERT's, and these. The defaults are UniLM v1's, base, cased.
 
     Attributes:
         max_position_embeddings: positions that a source and its target have together.
-        type_vocab_size: segments that have an embedding.
-        source_type_id, target_type_id: the segments of source and target. UniLM v1 has 4 and 5; what s2s-ft has
-            fine-tuned, 0 and 1 unless its configuration says otherwise.
-        layer_norm_eps: added to the variance. The authors' decoders use this default whatever a published
+        type_vocab_size: number of segment embeddings.
+        source_type_id, target_type_id: the segments of source and target: 4 and 5 in UniLM v1; 0 and 1 in models
+            fine-tuned with s2s-ft, unless their configuration says otherwise.
+        layer_norm_eps: added to the variance. The authors' decoders always use this default, whatever a published
             configuration says.
         pad_token_id, bos_token_id, eos_token_id, mask_token_id: [PAD], [CLS], [SEP] and [MASK] of BERT's English
             vocabularies.
-        decoder_start_token_id: what the tokens that `generate` returns begin with. The model never reads it: a target
-            has no token before its first.
+        decoder_start_token_id: the first token of the results of `generate`. The model never reads it: a target has no
+            token before its first.
     """
 
     model_type = "unilm"
-    # The target takes positions behind those of the source: what is generated is missing there.
+    # The target's positions follow the source's, which leaves fewer for new tokens.
     target_follows_source: ClassVar[bool] = True
 
     vocab_size: int = 28996
@@ -63,7 +62,7 @@ class UniLMConfig(BertConfig):
 
     @classmethod
     def large(cls, **changes: Any) -> UniLMConfig:
-        """The shape of UniLM v1, large: 24 layers of width 1024."""
+        """Returns the shape of UniLM v1, large: 24 layers of width 1024."""
         shape = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
         return cls(**shape | changes)
 
@@ -80,7 +79,7 @@ class UniLMEmbeddings(nn.Module):
         self.source_type_id = config.source_type_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> BaseModelOutput:
-        """The embedded source, [batch, N, hidden]. Padding, on whichever side, has no positions."""
+        """Embeds the source, [batch, N, hidden]. Padding, on either side, takes no positions."""
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         positions = (attention_mask.long().cumsum(dim=1) - 1).clamp_(min=0)
@@ -88,12 +87,12 @@ class UniLMEmbeddings(nn.Module):
         return BaseModelOutput(last_hidden_state=embedded)
 
     def embed(self, tokens: Tensor, positions: Tensor, segment: int, end: int | None) -> Tensor:
-        """[rows, T] tokens at [rows, T] positions, all before `end` and of one segment -> [rows, T, hidden].
+        """Embeds tokens at [rows, T] positions, all before `end` and of one segment -> [rows, T, hidden].
 
-        Without an `end` it is known that the positions are not too many. Raises ValueError where they are.
+        `end` is None if the positions are known to be valid. Raises ValueError for too many positions.
         """
         known = self.position_embeddings.num_embeddings
-        # The positions themselves are looked at only where they may be too many: that waits for the device.
+        # Reads the positions only if they may be too many, because that waits for the device.
         if end is not None and end > known and int(positions.max()) >= known:
             raise ValueError(
                 f"source and target have {int(positions.max()) + 1} positions together, but the model has {known}: "
@@ -104,7 +103,7 @@ class UniLMEmbeddings(nn.Module):
 
 
 class UniLMLayer(BertLayer):
-    """A layer of BERT that also returns the weights of its attention."""
+    """A BERT layer that also returns its attention weights."""
 
     def forward(self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None) -> tuple[Tensor, Tensor | None]:
         """[rows, Q, hidden] -> the same, and the attention weights [rows, heads, Q, K] if they were computed."""
@@ -115,16 +114,16 @@ class UniLMLayer(BertLayer):
 class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     """UniLM with its language-model head, for `generate`.
 
-    It is for inference: there is no dropout and no loss (the authors' s2s-ft fine-tunes, `from_published` reads the
-    result). Sources are tokenised as [CLS] ... [SEP]; a batch may be padded on either side, with an attention mask that
-    says where. Options of the authors' decoders are options of `generate`: their `forbid_duplicate_ngrams` is
+    It is for inference only, without dropout and loss (fine-tune with the authors' s2s-ft; `from_published` reads the
+    result). Sources are tokenised as [CLS] ... [SEP]; a batch may be padded on either side, with an attention mask.
+    Options of the authors' decoders are options of `generate`: their `forbid_duplicate_ngrams` is
     `no_repeat_ngram_size`, `not_predict_token` is `suppress_tokens`, `min_len` is `min_new_tokens`.
     """
 
     config_class = UniLMConfig
     main_input_name = "input_ids"
     _supports_sdpa = True
-    # What FastGen's captured step has to know: a step stores the last token and the [MASK], and crops the latter.
+    # For FastGen's captured step: a step stores the last token and the [MASK], and crops the latter.
     step_positions: ClassVar[int] = 2
     _no_split_modules = ["UniLMEmbeddings", "UniLMLayer"]
     _tied_weights_keys = {
@@ -133,7 +132,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     }
 
     def __init__(self, config: UniLMConfig) -> None:
-        """Raises ValueError where the parts of the configuration do not fit together."""
+        """Raises ValueError for an inconsistent configuration."""
         super().__init__(config)
         _check(config)
         layers = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
@@ -144,22 +143,22 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_published(cls, path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
-        """The model of a checkpoint as the authors publish or s2s-ft writes it, in float32 and ready for inference.
+        """Loads a checkpoint as published by the authors or written by s2s-ft, in float32 and ready for inference.
 
         Two ways of fine-tuning leave no trace in a checkpoint, and are not supported: `--pos_shift`, which predicts
-        from the token before instead of a [MASK], and `--s2s_add_segment`, which gives a source two segments.
+        from the previous token instead of a [MASK], and `--s2s_add_segment`, which gives a source two segments.
 
         Args:
-            path: a file of weights, or a directory with one and perhaps a `config.json`. Segments are 4 and 5 (UniLM
-                v1) without a configuration, and what it says, 0 and 1 by default (s2s-ft), with one.
-            **changes: to the `UniLMConfig`, such as the special tokens of another vocabulary, `num_attention_heads`
-                where heads are not 64 wide and no configuration says so, or `source_type_id`. With a larger
-                `max_position_embeddings`, positions from the last one on repeat those from the first, as in the
-                authors' fine-tuning; with a smaller one, the last are left out.
+            path: a file of weights, or a directory with one and optionally a `config.json`. Without a configuration the
+                segments are 4 and 5 (UniLM v1); with one, as it says, by default 0 and 1 (s2s-ft).
+            **changes: to the `UniLMConfig`, such as the special tokens of another vocabulary, `source_type_id`, or
+                `num_attention_heads` if heads are not 64 wide and no configuration says so. With a larger
+                `max_position_embeddings`, the additional positions repeat the first ones, as in the authors'
+                fine-tuning; with a smaller one, the last positions are dropped.
 
         Raises:
             FileNotFoundError: there are no weights at `path`.
-            ValueError: the file holds something else than tensors, or other tensors than a UniLM has.
+            ValueError: the file does not hold tensors only, or not the tensors of a UniLM.
         """
         settings, weights, file = published.read(path, **changes)
         model = cls(UniLMConfig(**settings))
@@ -180,21 +179,22 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
-        """Scores of the token that follows the target so far.
+        """Computes the logits of the token that follows the target so far.
 
         Args:
             input_ids: [rows, N], the sources. Not needed with `encoder_outputs`.
-            attention_mask: [rows, N], 0 where a source is padded; None for no padding.
+            attention_mask: [rows, N], 0 for padding; None for no padding.
             decoder_input_ids: [rows, 1 + T]: the start token, which is not read, and the target so far; None for the
-                start token alone. Once the cache holds the source: those tokens of the target that it does not hold.
+                start token alone. Once the cache holds the source: the target's tokens that it does not hold.
             encoder_outputs: the embedded source, as `get_encoder()` returns it.
-            cache: keys and values of the source and of the target so far; grows by the tokens given.
+            cache: keys and values of the source and of the target so far; this call appends those of the new tokens.
             use_cache: fill a cache, a new one if none is given. The default is the configuration's.
             output_attentions: return `decoder_attentions`, [rows, heads, positions, all positions] per layer. Needs
                 attn_implementation="eager".
-            output_hidden_states: return `decoder_hidden_states`, [rows, positions, hidden] per layer and before.
+            output_hidden_states: return `decoder_hidden_states`, [rows, positions, hidden] of each layer, and before
+                the first.
             return_dict: False for a tuple.
-            token_type_ids: ignored. Tokenizers of BERT make them, but not UniLM's, which the configuration has.
+            token_type_ids: ignored. BERT's tokenizers make them, but UniLM's segments are in the configuration.
 
         Returns:
             `logits`, [rows, 1, vocabulary], and the cache.
@@ -223,7 +223,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         if use_cache and cache is None:
             cache = DynamicCache()
 
-        # There is nothing to attend to across: an encoder-decoder cache's other part stays empty.
+        # Without cross-attention, the other part of an encoder-decoder cache stays empty.
         own: Any = getattr(cache, "self_attention_cache", cache)
         if own is not None and not getattr(own, "drops_last", isinstance(own, DynamicCache)):
             kind = type(own).__name__
@@ -234,11 +234,11 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         if not stored:
             hidden = torch.cat([source, hidden], dim=1)
         keys = stored + hidden.shape[1]
-        if isinstance(stored, Tensor):  # a captured step: a cache of a fixed size, and its length on the device
+        if isinstance(stored, Tensor):  # a captured step: a fixed-size cache, with its length on the device
             keys, _ = own.get_mask_sizes(hidden.shape[1], 0)
         mask = _mask(attention_mask, hidden.shape[1], keys, hidden.dtype, stored)
 
-        # Kept only if they are wanted: of a long source they are large.
+        # Kept only on request: those of a long source are large.
         states, attentions = [hidden], []
         for layer in self.bert["encoder"]["layer"]:
             hidden, weights = layer(hidden, mask, own)
@@ -257,9 +257,9 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _embed_target(self, target: Tensor, source_mask: Tensor, stored: int | Tensor) -> Tensor:
-        """The tokens of the target that are new, and a [MASK] behind them: [rows, T + 1, hidden].
+        """Embeds the new tokens of the target, and a [MASK] after them: [rows, T + 1, hidden].
 
-        Its positions go on from the last token of the source; padding between the two takes none.
+        Their positions follow the last token of the source; padding in between takes none.
         """
         length = source_mask.shape[1]
         before = max(stored - length, 0)
@@ -271,10 +271,10 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(**unused: Any) -> None:
-        """None: `generate` would make causal ones for a cache of a fixed size, and `forward` makes its own."""
+        """Returns None: `generate` would make causal masks for a fixed-size cache, but `forward` makes its own."""
 
     def get_encoder(self, modality: str | None = None) -> Any:
-        """What `generate` calls once per source: its embedding."""
+        """Returns the embedding, which `generate` calls once per source."""
         return self.bert["embeddings"]
 
     def get_input_embeddings(self) -> Any:
@@ -297,9 +297,9 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
 
 
 def _mask(source_mask: Tensor, queries: int, keys: int, dtype: torch.dtype, first: int | Tensor) -> Tensor:
-    """0 where the `queries` positions from `first` on see one of all `keys`, otherwise the lowest number of `dtype`.
-
-    [rows, 1, queries, keys]. Source tokens, which come first, see the source; target tokens also the target up to them.
+    """Returns the mask [rows, 1, queries, keys] of the `queries` positions from `first` on: 0 for visible keys,
+    otherwise the lowest number of `dtype`. Source tokens, which come first, see the source; target tokens also the
+    target up to them.
     """
     length = source_mask.shape[1]
     key = torch.arange(keys, device=source_mask.device)

@@ -1,9 +1,9 @@
-"""Reading the checkpoints that the authors of UniLM publish, and those that their s2s-ft writes.
+"""Reads the checkpoints that UniLM's authors publish, and those that their s2s-ft writes.
 
-Two layouts, one set of parameter names. UniLM v1 publishes a single file of weights without a configuration; s2s-ft
-writes a directory with `config.json` and `pytorch_model.bin`. Both hold a BERT with its head for masked words, some
-with parts that generation does not use. Pre-trained files may hold query, key and value as one matrix. Weights are read
-as tensors only: nothing in a file is executed.
+There are two layouts with the same parameter names. UniLM v1 publishes a single file of weights without a
+configuration; s2s-ft writes a directory with `config.json` and `pytorch_model.bin`. Both hold a BERT with its masked
+language-model head, some with parts that generation does not use. Pre-trained files may hold query, key and value as
+one matrix. Weights are read as tensors only: no code in a file runs.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _POSITIONS = "bert.embeddings.position_embeddings.weight"
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _BIAS = "cls.predictions.bias"
 
-# Used in training and in classification only.
+# Used only in training and classification.
 _UNUSED = re.compile(
     r"bert\.pooler\..*|cls\.seq_relationship\..*|crit_mask_lm_smoothed\..*|bert\.embeddings\.position_ids"
 )
-# Other names of parameters that are the same as these.
+# Names of tied parameters, and of their originals.
 _COPIES = {
     "cls.predictions.decoder.weight": _WORDS,
     "cls.predictions.decoder_weight": _WORDS,
     "cls.predictions.decoder.bias": _BIAS,
 }
-# One matrix for query, key and value, and no bias of the key, which changes no weight of the attention.
+# One matrix for query, key and value. It has no key bias, which would not change attention weights.
 _FUSED = ".attention.self.qkv_linear.weight"
 _PARTS = ("query", "key", "value")
-# What the shapes of the weights do not tell, and a configuration of s2s-ft may.
+# Settings that the weights' shapes do not determine, and that a configuration of s2s-ft may have.
 _FROM_CONFIG = ("num_attention_heads", "hidden_act", "source_type_id", "target_type_id")
-# Heads of UniLM, base and large, are this wide.
+# Head width of UniLM, base and large.
 _HEAD_WIDTH = 64
 _SHOWN = 4  # names in a message
 
 
 def read(path: str | os.PathLike[str], **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor], Path]:
-    """What a published checkpoint says: settings of a configuration, weights by their names here, and their file.
+    """Reads a published checkpoint: settings of a configuration, weights by their names here, and their file.
 
-    The shape is that of the weights. For arguments and exceptions see `UniLMForSeq2SeqLM.from_published`.
+    The weights determine the shape. For arguments and exceptions see `UniLMForSeq2SeqLM.from_published`.
     """
     file, settings = _find(Path(path))
     weights = _canonical(_read(file), file)
@@ -60,7 +60,7 @@ def read(path: str | os.PathLike[str], **changes: Any) -> tuple[dict[str, Any], 
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor], file: Path) -> None:
-    """Loads the weights of a checkpoint into a model of its configuration. Raises ValueError for any others."""
+    """Loads the weights of a checkpoint into a model of its configuration. Raises ValueError if they do not match."""
     wanted = {name: value.shape for name, value in model.state_dict().items() if name not in _COPIES}
     wrong = {
         "missing": [name for name in wanted if name not in weights],
@@ -74,11 +74,11 @@ def fill(model: nn.Module, weights: dict[str, Tensor], file: Path) -> None:
     said = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
     if said:
         raise ValueError(f"{file} is not the checkpoint of a UniLM like this one: {said}")
-    model.load_state_dict(weights, strict=False)  # all but the copies, which are tied to what they are copies of
+    model.load_state_dict(weights, strict=False)  # all but the tied copies
 
 
 def _find(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of weights at a path, and what the configuration beside it adds."""
+    """Returns the file of weights at a path, and the settings of the configuration beside it."""
     if not path.is_dir():
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file or directory")
@@ -97,7 +97,7 @@ def _find(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors in a file, by their names."""
+    """Reads the tensors in a file, by name."""
     try:
         found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
@@ -109,7 +109,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def _canonical(weights: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
-    """The parameters of generation under their names here."""
+    """Returns the parameters that generation uses, under their names here."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))  # BERT's oldest names
@@ -125,7 +125,7 @@ def _canonical(weights: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
 
 
 def _split(weights: dict[str, Tensor], attention: str) -> None:
-    """Query, key and value of the layer whose names begin with `attention`, for what is held for all of them."""
+    """Splits the combined matrix of the layer whose names begin with `attention` into query, key and value."""
     for part, weight in zip(_PARTS, weights.pop(f"{attention}qkv_linear.weight").chunk(3), strict=True):
         bias = weights.pop(f"{attention}{part[0]}_bias", None)
         weights[f"{attention}{part}.weight"] = weight
@@ -133,7 +133,7 @@ def _split(weights: dict[str, Tensor], attention: str) -> None:
 
 
 def _shape(weights: dict[str, Tensor], file: Path) -> dict[str, Any]:
-    """What the weights tell about the configuration."""
+    """Returns the settings that the weights' shapes determine."""
     layers = [int(found[1]) for name in weights if (found := re.match(r"bert\.encoder\.layer\.(\d+)\.", name))]
     try:
         words, positions, types = weights[_WORDS], weights[_POSITIONS], weights[_TYPES]

@@ -1,8 +1,8 @@
-"""FairSeq: what makes it run and keeps it safe (`compat`), and the functions that are hooked to make generation fast.
+"""FairSeq: compatibility and safety patches (`compat`), and the hooks that make generation fast.
 
-`SequenceGenerator._generate` opens a call and repeats it with the original code should anything go wrong. Inside of it,
-`MultiheadAttention` uses FastGen's KV cache, the ensemble leaves the encoder output as it is and reorders that cache,
-and a language model's prefix is run at once. The loop, the searches and the models stay FairSeq's.
+`SequenceGenerator._generate` opens a call, and repeats it with the original code if anything fails. Inside the call,
+`MultiheadAttention` uses FastGen's KV cache, the ensemble leaves the encoder output unexpanded and reorders that cache,
+and a language model's prefix is computed in one pass. The loop, the searches and the models stay FairSeq's.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from fastgen.optimizer.fairseq import compat
 from fastgen.patching import Patch, takes
 
-# FairSeq's releases that are tested; fairseq-fixed calls itself 0.12.3.
+# Tested releases of FairSeq; fairseq-fixed calls itself 0.12.3.
 TESTED_VERSIONS = ("0.12", "0.12")
 
 
 def patches() -> list[Patch]:
-    """Every patch that FastGen applies to FairSeq."""
+    """Returns every patch that FastGen applies to FairSeq."""
     return [*compat.patches(), *_prophetnet(), *_generation()]
 
 
 def _prophetnet() -> list[Patch]:
-    """ProphetNet, which FairSeq lacks."""
+    """Returns the patches for ProphetNet, which FairSeq lacks."""
     model = "fastgen.models.prophetnet"
     return [
         Patch("fairseq.models", "register_model", f"{model}:give_way"),
@@ -35,7 +35,7 @@ def _prophetnet() -> list[Patch]:
 
 
 def _generation() -> list[Patch]:
-    """What makes `SequenceGenerator` fast: module, target, wrapper, and the parameters that it was written for."""
+    """Returns the hooks for `SequenceGenerator`: module, target, wrapper, and the parameters that it expects."""
     generator = "sequence_generator"
     attention = "query key value key_padding_mask incremental_state need_weights static_kv attn_mask before_softmax"
     with_heads = f"{attention} need_head_weights"
@@ -54,20 +54,20 @@ def _generation() -> list[Patch]:
         _hook(generator, "EnsembleModel.reorder_incremental_state", "generate:reorder_incremental_state", states),
         _hook(generator, "EnsembleModel.forward_decoder", "generate:forward_decoder", tokens),
         _hook(generator, "SequenceGenerator._prefix_tokens", "generate:prefix_tokens", prefix),
-        # Last: without the others it would open calls that nobody serves.
+        # Last: without the other hooks it would open calls that nothing serves.
         _hook(generator, "SequenceGenerator._generate", "generate:generate", call),
     ]
 
 
 def _hook(module: str, target: str, wrapper: str, parameters: str, optional: str = "") -> Patch:
-    """A patch on the condition that the target takes these parameters behind `self`, the `optional` one or not."""
+    """Makes a patch whose target must take these parameters after `self`, with or without the `optional` one."""
     condition = takes(f"self {parameters}", optional=optional)
     return Patch(f"fairseq.{module}", target, f"{__name__}.{wrapper}", condition)
 
 
 @dataclass(eq=False)
 class _Registration(Patch):
-    """A model that FairSeq lacks; `wrapper` registers it. When FastGen is disabled it stays, on FairSeq's own code."""
+    """Registers a missing model through `wrapper`. It stays when FastGen is disabled, on FairSeq's own code."""
 
     def apply(self) -> None:
         try:
@@ -76,7 +76,7 @@ class _Registration(Patch):
                 function()
                 self._installed = function
             self.state = "applied"
-        except (ImportError, AttributeError) as error:  # the user's own import must not fail for that
+        except (ImportError, AttributeError) as error:  # the user's own import must not fail
             self.state = f"not applied: {error}"
 
     def remove(self) -> None:

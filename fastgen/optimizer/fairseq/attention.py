@@ -1,7 +1,7 @@
-"""FairSeq's attention on FastGen's K/V.
+"""FairSeq's attention on FastGen's KV cache.
 
-`MultiheadAttention` concatenates to its K/V in every step and copies all of them when the beams are reordered. In an
-accelerated call it uses a `GrowingKV`: the K/V of the source once per source, what is generated in place.
+`MultiheadAttention` concatenates to its K/V in every step, and copies all of them when the beams are reordered. In an
+accelerated call it uses a `GrowingKV`, which stores the source's K/V once per source, and appends new K/V in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attention(
     """Wrapper of `MultiheadAttention.forward`: query [positions, rows, dim], key, value [positions, sources, dim]."""
     state = call.state(module, incremental_state)
     if state is None:
-        return NotImplemented  # the encoder, or a language model that takes part in the scores
+        return NotImplemented  # the encoder, or a language model that contributes to the scores
     if module.self_attention:
         new = module.k_proj(query), module.v_proj(query)
         keys, values = call.extend(module, state, *(_heads(module, each) for each in new))
@@ -43,7 +43,7 @@ def attention(
         keys, values = _of_source(call, module, key, state)
         mask = call.source_mask(key_padding_mask, query.dtype) if key_padding_mask is not None else None
     queries = _heads(module, module.q_proj(query))
-    if need_head_weights:  # those of the other layers are dropped anyway
+    if need_head_weights:  # only for a layer whose weights the decoder returns
         context, weights = _with_weights(queries, keys, values, mask)
     else:
         context, weights = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask), None
@@ -54,13 +54,13 @@ def attention(
 def extend(
     call: Call, wrapped: Any, module: Any, keys: Tensor, values: Tensor, incremental_state: State | None
 ) -> tuple[Tensor, Tensor]:
-    """Wrapper of ProphetNet's `NgramSelfAttention.extend`: K and V of the main stream, which all its streams read."""
+    """Wrapper of ProphetNet's `NgramSelfAttention.extend`: K and V of the main stream, which all streams read."""
     state = call.state(module, incremental_state)
     return NotImplemented if state is None else call.extend(module, state, keys, values)
 
 
 def _of_source(call: Call, module: Any, key: Tensor | None, state: State) -> tuple[Tensor, Tensor]:
-    """K and V of the encoder output, made at the first step."""
+    """Returns K and V of the encoder output, which the first step computes."""
     layer, is_new = call.layer(module, state)
     if is_new:
         if key is None or key.shape[1] != call.beams.batch:
@@ -72,12 +72,12 @@ def _of_source(call: Call, module: Any, key: Tensor | None, state: State) -> tup
 
 
 def _heads(module: Any, x: Tensor) -> Tensor:
-    """[positions, rows, dim] -> [rows, heads, positions, head dim]."""
+    """Reshapes [positions, rows, dim] -> [rows, heads, positions, head dim]."""
     return x.unflatten(2, (module.num_heads, module.head_dim)).permute(1, 2, 0, 3)
 
 
 def _with_weights(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The context, and the weights as [heads, rows, queries, keys]."""
+    """Returns the context, and the weights as [heads, rows, queries, keys]."""
     scores = torch.matmul(queries * queries.shape[-1] ** -0.5, keys.transpose(-1, -2))
     if mask is not None:
         scores = scores + mask

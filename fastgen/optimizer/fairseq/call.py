@@ -1,4 +1,4 @@
-"""One call of `SequenceGenerator._generate` while it runs: its K/V, and what the hooks know of each other."""
+"""The state of a running `SequenceGenerator._generate` call: its KV cache, and what its hooks share."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from fastgen.patching import Wrapper, held
 
 ENTRY_POINT = counters.OF_FAIRSEQ
 
-# FairSeq's name for one model's state between steps: {module and key: ...}.
+# FairSeq's type of a model's state between steps: {module and key: ...}.
 State = dict[str, Any]
 
 _KEY = "fastgen_kv"
 
 
 class Unsupported(Exception):
-    """This call is not supported after all; the message says why. It is repeated with the original code."""
+    """This call turns out to be unsupported; the message says why. The original code repeats it."""
 
 
 @dataclass(eq=False)
 class Call:
-    """State of one `_generate` call, found by the inner hooks through a context variable: threads do not meet.
+    """State of one `_generate` call. The inner hooks find it through a context variable, so that threads are
+    independent.
 
     Attributes:
         ensemble: the ensemble that generates.
         per_input: sequences per source.
-        pad: the token that stands for none.
-        attentions: `id` of each attention module whose K/V are kept here.
-        initial_capacity: positions to allocate for at first.
-        is_expanded: whether each sequence has a row of its own. Before, there is one for all sequences of a source.
-        prefill: the tokens that every sequence of a source begins with, when they are run at once.
-        prefilled: where the K/V of these tokens go while they run.
+        pad: the padding token.
+        attentions: `id` of each attention module whose K/V are stored here.
+        initial_capacity: positions to allocate at first.
+        is_expanded: whether each sequence has a row of its own. Before, all sequences of a source share one.
+        prefill: the common first tokens of every source's sequences, if one pass computes them.
+        prefilled: the state that stores the K/V of these tokens during that pass.
     """
 
     _active: ClassVar[ContextVar[Call | None]] = ContextVar("fastgen_fairseq_call", default=None)
@@ -65,25 +66,25 @@ class Call:
 
     @classmethod
     def entered(cls, call: Call | None) -> AbstractContextManager[None]:
-        """Inside this block `call` is the current one; None for a call of the original code."""
+        """Makes `call` the current one inside this block; None for a call of the original code."""
         return held(cls._active, call)
 
     @property
     def beams(self) -> Beams:
-        """The sources that are left, and the beam ancestry of their sequences. Raises Unsupported before any step."""
+        """The remaining sources, and the beam ancestry of their sequences. Raises Unsupported before any step."""
         if self._beams is None:
             raise Unsupported("attention of a decoder before its first step")
         return self._beams
 
     def begin(self, rows: int) -> None:
-        """The loop begins, with so many rows; further calls change nothing."""
+        """Begins the loop with this many rows; further calls change nothing."""
         if self._beams is None:
             self._beams = Beams(rows // self.per_input, self.per_input)
 
     def expand(self) -> None:
-        """From now on each sequence has a row of its own."""
+        """Gives each sequence a row of its own."""
         self.is_expanded = True
-        # Not made anew: sources that end at the first step are gone by then.
+        # Expands the masks instead of rebuilding them: sources that ended at the first step are gone by then.
         self._change_masks(lambda mask: mask.repeat_interleave(self.per_input, dim=0))
         for layer in self._layers:
             layer.expand(self.beams)
@@ -91,21 +92,21 @@ class Call:
     # ---- K/V
 
     def state(self, module: Any, incremental_state: State | None) -> State | None:
-        """Where `module` has its K/V, or None when this call does not keep them."""
+        """Returns the state that holds the K/V of `module`, or None if this call does not store them."""
         if id(module) not in self.attentions:
             return None
         return incremental_state if incremental_state is not None else self.prefilled
 
     def extend(self, module: Any, state: State, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of self-attention, with those of the new positions, [rows, heads, positions, dim]."""
+        """Appends new K and V of self-attention, and returns all, [rows, heads, positions, dim]."""
         layer, is_new = self.layer(module, state)
         if is_new and self.is_expanded:
             layer.expand(self.beams)
         return layer.extend(keys, values)
 
     def layer(self, module: Any, state: State) -> tuple[GrowingKV, bool]:
-        """The K/V of one attention module, and whether there are none yet."""
-        # A model that is in an ensemble twice has two states.
+        """Returns the KV cache of an attention module, and whether it is new."""
+        # A model that occurs twice in an ensemble has two states.
         found = module.get_incremental_state(state, _KEY)
         if found is not None:
             return found["kv"], False
@@ -116,7 +117,7 @@ class Call:
 
     @contextlib.contextmanager
     def prefilling(self, state: State) -> Iterator[None]:
-        """Inside this block a pass over whole sequences, one for each source, puts their K/V into `state`."""
+        """Makes a pass over whole sequences, one for each source, store its K/V in `state` inside this block."""
         self.prefilled = state
         try:
             yield
@@ -125,13 +126,13 @@ class Call:
         self.expand()
 
     def step(self, tokens: Tensor) -> None:
-        """A step begins, with the tokens of all sequences so far, [rows, length]."""
+        """Begins a step with the tokens of all sequences so far, [rows, length]."""
         self._tokens, self._own_mask = tokens, None
 
     def own_mask(self, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores of self-attention, [rows, 1, 1, length], or None before there has been padding.
+        """Returns the additive mask of self-attention, [rows, 1, 1, length], or None while there has been no padding.
 
-        Only sequences that have no score any more contain padding; `padding` says which of the new tokens are.
+        Only sequences that have no score any more contain padding; `padding` marks it among the new tokens.
         """
         self._has_padding |= padding is not None
         if self._has_padding and self._own_mask is None:
@@ -142,14 +143,14 @@ class Call:
         return self._own_mask
 
     def source_mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores for a mask of the sources' padding, [sources, S]: [rows, 1, 1, S], or None."""
-        # All layers pass the same tensor in all steps, because the encoder output is never reordered. The first is
-        # the one before the call is expanded: until then rows are sources.
+        """Returns the additive mask for the sources' padding [sources, S]: [rows, 1, 1, S], or None without padding."""
+        # All layers pass the same tensor in all steps, because the encoder output is never reordered. The first one
+        # comes before the call is expanded, while rows are sources.
         if id(padding) not in self._masks:
             hidden, mask = padding.bool(), None
             if bool(hidden.any()):
                 if bool(hidden.all(dim=1).any()):
-                    # What attention over nothing gives is not the same in all implementations.
+                    # Implementations differ in the result of attention over nothing.
                     raise Unsupported("a source that is nothing but padding")
                 mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
                 mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
@@ -159,7 +160,7 @@ class Call:
     # ---- between two steps
 
     def reorder(self, index: Tensor) -> None:
-        """Row r continues row `index[r]`. The sources of which no row goes on are finished."""
+        """Makes row r continue row `index[r]`. Sources without a continuing row are finished."""
         sources = index.view(-1, self.per_input)[:, 0] // self.per_input
         left = sources.shape[0]
         if left < self.beams.batch:
@@ -181,9 +182,9 @@ class Call:
 
 
 def inside_call(function: Callable[..., Any], ensemble_of: Callable[[Any], Any] | None = None) -> Wrapper:
-    """A wrapper that goes to `function(call, wrapped, instance, ...)`, with the target's own parameters behind these.
+    """Makes a wrapper that calls `function(call, wrapped, instance, ...)`, followed by the target's own parameters.
 
-    Outside of a call, and of its ensemble, the original code runs; also where `function` returns NotImplemented.
+    The original code runs outside of a call, for another ensemble, and if `function` returns NotImplemented.
     """
 
     @functools.wraps(function)

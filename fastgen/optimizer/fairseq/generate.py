@@ -1,7 +1,7 @@
-"""The hook around `SequenceGenerator._generate`, and those in `EnsembleModel` that its loop goes through.
+"""The hook around `SequenceGenerator._generate`, and those on the `EnsembleModel` methods that its loop calls.
 
-The loop, the search and the scores stay FairSeq's. Every reason not to accelerate a call is looked at before anything
-is changed. A call that fails nevertheless is repeated with the original code, from the same random state.
+The loop, the search and the scores stay FairSeq's. All reasons against accelerating a call are checked before anything
+changes. A call that fails nevertheless is repeated with the original code, from the same random state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastgen.optimizer.fairseq.prefill import Prefill
 from fastgen.optimizer.fairseq.scores import without_nan
 from fastgen.optimizer.fairseq.support import attentions_of, unsupported
 
-# Allocated at first for the positions to come, at the most; more when that is full.
+# The most positions that are allocated at first; the cache grows when they are full.
 _MAX_FIRST_CAPACITY = 64
 
 
@@ -32,7 +32,7 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
     """Wrapper of `SequenceGenerator._generate(sample, prefix_tokens, constraints, bos_token)`."""
 
     def original() -> Any:
-        """The call with the original code, also when it is made from inside an accelerated one."""
+        """Calls the original code, also from inside an accelerated call."""
         with Call.entered(None):
             return wrapped(*args, **kwargs)
 
@@ -65,14 +65,14 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
         if isinstance(failure, Unsupported):
             counters.count_fallback(ENTRY_POINT, str(failure))
             return original()
-        result = original()  # what it raises is the call's own fault, and not reported
+        result = original()  # an error here is the call's own, and is not reported as FastGen's
         counters.count_failure(ENTRY_POINT, failure)
         return result
 
 
 def _decide(generator: Any, arguments: dict[str, Any]) -> tuple[torch.device, RandomState] | None:
-    """The device of a call that is accelerated, and the random state that it begins with; None, and why is counted,
-    for one that is left alone.
+    """Returns the device of a call to accelerate, and its initial random state; otherwise counts the reason, and
+    returns None.
     """
     reason = unsupported(generator, arguments.get("bos_token"))
     if reason is not None:
@@ -101,7 +101,7 @@ def _open(generator: Any, arguments: dict[str, Any]) -> Call:
 def reorder_encoder_out(
     call: Call, wrapped: Any, ensemble: Any, encoder_outs: list[Any] | None, new_order: Tensor
 ) -> list[Any]:
-    """Wrapper of `EnsembleModel.reorder_encoder_out`: one row per source is enough for the source's K/V."""
+    """Wrapper of `EnsembleModel.reorder_encoder_out`. Does not reorder: the source's K/V need one row per source."""
     call.begin(new_order.shape[0])
     return encoder_outs if encoder_outs is not None else []
 
@@ -134,7 +134,7 @@ def forward_decoder(
             call.prefill = None
         return without_nan(prefill.log_probs(step)), None
     is_first = not call.is_expanded
-    if is_first:  # all sequences of a source are the same yet: once per source
+    if is_first:  # all sequences of a source are still equal: computes one of each
         tokens = tokens[:: call.per_input]
     call.step(tokens)
     log_probs, weights = wrapped(tokens, encoder_outs, incremental_states, temperature)
@@ -157,5 +157,5 @@ def prefix_tokens(
     prefix_tokens: Tensor,
     beam_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Wrapper of `SequenceGenerator._prefix_tokens`. `Prefill.log_probs` has ruled out all but the prefix already."""
+    """Wrapper of `SequenceGenerator._prefix_tokens`. `Prefill.log_probs` already excludes all tokens but the prefix."""
     return NotImplemented if call.prefill is None else (lprobs, tokens, scores)

@@ -1,8 +1,7 @@
-"""A language model's prefix, run at once and once per source.
+"""Computes a language model's prefix in one pass, once per source.
 
-FairSeq generates with a forced prefix: a step for each of its tokens, in which every other token is ruled out. The loop
-still takes these steps here, because the search and the scores belong to it, but it gets from one pass over the prefix
-what it asks the model for in each of them.
+FairSeq forces the prefix: it takes a step for each token, and excludes every other token. The loop still takes these
+steps, because the search and the scores belong to it, but one pass over the prefix supplies the model's results.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The log-probabilities of the vocabulary are made for so many numbers at a time.
+# The most logits that are computed at a time.
 _CHUNK = 2**24
 
 
@@ -22,17 +21,17 @@ class Prefill:
 
     def __init__(self, prefix: Tensor, per_input: int) -> None:
         self.prefix = prefix
-        self.steps = prefix.shape[1]  # of the loop, in which the prefix decides
+        self.steps = prefix.shape[1]  # the loop's steps in which the prefix decides
         self._per_input = per_input
-        # Log-probabilities: of each token of the prefix, [sources, P], and of all tokens behind it, [sources, V]. `run`
-        # finds them.
+        # Log-probabilities, set by `run`: of each token of the prefix, [sources, P], and of all tokens after it,
+        # [sources, V].
         self._of_prefix = self._behind = torch.empty(prefix.shape[0], 0)
 
     @classmethod
     def of(cls, generator: Any, bos: int, prefix: Tensor | None, max_len: int) -> Prefill | None:
-        """For what is known of every source's prefix.
+        """Makes a prefill of the known tokens of every source's prefix.
 
-        None where a sequence with a score might leave the prefix: n-gram blocker or search may rule out its tokens.
+        Returns None if a sequence with a score might leave the prefix: n-gram blocker or search may exclude its tokens.
         """
         from fairseq import search
 
@@ -41,7 +40,7 @@ class Prefill:
             return None
         searches = (search.BeamSearch, search.DiverseBeamSearch, search.DiverseSiblingsSearch, search.Sampling)
         decoder = model.single_model.decoder
-        # A LayerDropModuleList draws a random number in each pass, so the number of passes matters.
+        # A LayerDropModuleList draws a random number in each pass, so that the number of passes matters.
         if type(generator.search) not in searches or type(decoder.layers) is not torch.nn.ModuleList:
             return None
         if generator.vocab_size <= 4 * generator.beam_size + 8:
@@ -57,7 +56,7 @@ class Prefill:
         return cls(prefix, generator.beam_size)
 
     def run(self, model: Any, first: Tensor, temperature: float) -> None:
-        """The pass over the prefix, which follows the tokens `first`, [sources, 1]."""
+        """Computes the prefix, which follows the tokens `first`, [sources, 1]."""
         tokens = torch.cat([first, self.prefix], dim=1)
         features, extra = model.decoder.extract_features(tokens, encoder_out=None, incremental_state=None)
         of_prefix = []
@@ -71,7 +70,7 @@ class Prefill:
         self._of_prefix = torch.cat(of_prefix, dim=1)
 
     def log_probs(self, step: int) -> Tensor:
-        """What the model says in a step up to `steps`, [rows, V]; of what the prefix rules out, -inf."""
+        """Returns a step's log-probabilities, up to `steps`, [rows, V]; -inf for tokens that the prefix excludes."""
         if step == self.steps:
             return self._behind.repeat_interleave(self._per_input, dim=0)
         scores = self._behind.new_full((self._behind.shape[0] * self._per_input, self._behind.shape[1]), -math.inf)
@@ -80,7 +79,7 @@ class Prefill:
         return scores.scatter_(1, tokens.repeat_interleave(per_input, dim=0), known.repeat_interleave(per_input, dim=0))
 
     def keep(self, sources: Tensor) -> None:
-        """Goes on with the given sources only."""
+        """Keeps the given sources only."""
         self.prefix, self._of_prefix, self._behind = (
             part[sources] for part in (self.prefix, self._of_prefix, self._behind)
         )

@@ -1,8 +1,8 @@
-"""The log-probabilities of a step on their way through FairSeq's loop: NaN, repeated n-grams, the best continuations.
+"""The log-probabilities of a step in FairSeq's loop: NaN, repeated n-grams, the best continuations.
 
-The loop looks for NaN in all of them, and writes into those that it finds: two passes over the vocabulary, and a mask
-of its size. There are hardly ever any, which the sum tells in a fraction of the time. `BeamSearch.step`, which the
-other searches use as well, takes two copies to add the scores of the sequences and to find the best.
+The loop searches all of them for NaN, and overwrites each: two passes over the vocabulary, and a mask of its size. NaN
+is rare, and the sum shows it in a fraction of the time. `BeamSearch.step`, which the other searches also use, makes two
+copies to add the scores of the sequences and to find the best.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fastgen.optimizer.fairseq.call import Call, inside_call
 
 _NGRAM_ENTRY_POINT = "fairseq.no_repeat_ngram"
 
-# What `x != y` may come as.
+# The functions that `x != y` may call.
 _NOT_EQUAL = (Tensor.__ne__, Tensor.ne, torch.ne)
 
 
 class LogProbabilities(Tensor):
-    """Log-probabilities without NaN, as long as nobody writes into them: `x != x` holds nowhere.
+    """Log-probabilities without NaN, as long as nobody writes to them: `x != x` is nowhere true.
 
-    What is computed from them are ordinary tensors, and so is the mask. Writing where that holds is what is left out.
+    Results computed from them are ordinary tensors, and so is the mask. A write through that mask is skipped.
     """
 
     _version_without_nan = -1
@@ -57,11 +57,11 @@ class LogProbabilities(Tensor):
 
 
 def without_nan(log_probs: Tensor) -> Tensor:
-    """The log-probabilities as the loop is to get them: as they are where nothing is gained, or NaN is found."""
+    """Returns the log-probabilities for the loop: unchanged if nothing is gained, or if they contain NaN."""
     if type(log_probs) is not Tensor or log_probs.device.type != "cpu" or log_probs.numel() < MIN_SCORES:
         return log_probs
     if torch.is_inference_mode_enabled() or log_probs.is_inference():
-        return log_probs  # has no version to tell whether it was written into
+        return log_probs  # it has no version that would show a write
     if not log_probs.dtype.is_floating_point or log_probs.sum().isnan():
         return log_probs
     made = log_probs.as_subclass(LogProbabilities)
@@ -78,7 +78,7 @@ def no_repeat_ngram(wrapped: Any, blocker: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _block(blocker: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor | None:
-    """`lprobs` with repeated n-grams blocked; None, if nothing has been written, and why is counted."""
+    """Blocks repeated n-grams in `lprobs` and returns it; returns None, and counts why, if nothing has been written."""
     n = blocker.no_repeat_ngram_size
     if blocker.use_extension:
         reason = "FairSeq's own CUDA extension is there"
@@ -88,11 +88,11 @@ def _block(blocker: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: in
         reason = f"tokens of shape {tuple(tokens.shape)}, scores of shape {tuple(lprobs.shape)}"
     else:
         try:
-            # The library compares the n-grams so far with what the last columns of `tokens` hold, generated or not yet.
+            # The library compares the n-grams so far with the last columns of `tokens`, generated or not yet.
             no_repeat_ngram_(lprobs, tokens, n, context=tokens[:, : step + 1])
             counters.count_accelerated(_NGRAM_ENTRY_POINT)
             return lprobs
-        except RuntimeError as error:  # the operator does not take them, and has written nothing
+        except RuntimeError as error:  # the operator refuses them, and has written nothing
             reason = str(error).splitlines()[0]
     counters.count_fallback(_NGRAM_ENTRY_POINT, reason)
     return None
@@ -112,12 +112,12 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Wrapper of `BeamSearch.step`, in one pass over the scores of all words (`fastgen.ops.best_candidates`).
 
-    It gives scores, words and sequences of the candidates, [sources, candidates] each, the best first. fairseq-fixed
-    says how many there are for each sequence.
+    Returns scores, words and sequences of the candidates, [sources, candidates] each, best first. fairseq-fixed sets
+    their number for each sequence.
     """
     _, sequences, words = lprobs.shape
     if step == 0 or scores is None or lprobs.dtype is not torch.float32 or lprobs.device.type != "cpu":
         return NotImplemented
-    count = min(candidate_multiple * sequences, sequences * words - 1)  # so that padding is never among them
+    count = min(candidate_multiple * sequences, sequences * words - 1)  # excludes padding from the candidates
     best, indices = best_candidates(lprobs.reshape(-1, words), scores[:, :, step - 1], count)
     return best, indices % words, indices // words

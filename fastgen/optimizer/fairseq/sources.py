@@ -1,4 +1,4 @@
-"""Sources of about the same length are encoded together (`fastgen.decoding.length_buckets`)."""
+"""Encodes sources of similar length together (`fastgen.decoding.length_buckets`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def encode(call: Call, wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -
 
 
 def _merged(padding: Tensor, buckets: list[tuple[Tensor, slice]], outputs: tuple[Any, ...]) -> dict[str, list[Tensor]]:
-    """One encoder's output for all sources. The decoder never looks at the positions that were left out: zero."""
+    """Merges the encoder outputs of all buckets. The omitted positions, which the decoder never reads, are zero."""
     states = [output["encoder_out"][0] for output in outputs]
     whole = states[0].new_zeros(padding.shape[1], padding.shape[0], states[0].shape[2])
     for (rows, positions), state in zip(buckets, states, strict=True):
@@ -42,11 +42,11 @@ def _merged(padding: Tensor, buckets: list[tuple[Tensor, slice]], outputs: tuple
 
 
 def _can_be_cut(ensemble: Any, net_input: dict[str, Any]) -> bool:
-    """Whether the encoders give the same for a source without its padding."""
+    """Returns whether the encoders compute the same result for a source without its padding."""
     tokens, lengths = net_input.get("src_tokens"), net_input.get("src_lengths")
     if not (isinstance(tokens, Tensor) and tokens.dim() == 2 and isinstance(lengths, Tensor) and lengths.dim() == 1):
         return False
-    # Elsewhere, looking at the lengths would wait for the device.
+    # On other devices, reading the lengths would wait for the device.
     if tokens.device.type != "cpu" or lengths.shape[0] != tokens.shape[0] or not _INPUTS.issuperset(net_input):
         return False
     if not ensemble.has_encoder() or not all(_is_plain(model.encoder) for model in ensemble.models):
@@ -55,7 +55,7 @@ def _can_be_cut(ensemble: Any, net_input: dict[str, Any]) -> bool:
 
 
 def _is_plain(encoder: Any) -> bool:
-    """Whether it is FairSeq's Transformer and nothing else: it may run more than once, and nobody watches."""
+    """Returns whether it is FairSeq's unmodified Transformer: it may run more than once, and nothing observes it."""
     return (
         isinstance(encoder, TransformerEncoderBase)
         and all(getattr(type(encoder), name) is getattr(TransformerEncoderBase, name) for name in _METHODS)

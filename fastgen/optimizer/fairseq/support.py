@@ -1,4 +1,4 @@
-"""Which generators, ensembles and models can be accelerated."""
+"""Decides which generators, ensembles and models can be accelerated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastgen.decoding import library_code, torch_functions
 from fastgen.models.prophetnet.attention import NgramSelfAttention
 from fastgen.models.prophetnet.model import ProphetNetDecoder
 
-# The decoders whose K/V can be kept here, and their self-attention.
+# The supported decoders, and their self-attention.
 _KINDS = {TransformerDecoderBase: MultiheadAttention, ProphetNetDecoder: NgramSelfAttention}
 _DECODER_METHODS = (
     "forward",
@@ -25,7 +25,7 @@ _DECODER_METHODS = (
     "reorder_incremental_state",
     "reorder_incremental_state_scripting",
 )
-# What has to be hooked for the K/V to be kept here; a release of FairSeq in which one could not be is left alone.
+# The functions that must be hooked; a release of FairSeq in which one could not be is not accelerated.
 _HOOKED = (
     (MultiheadAttention, "forward"),
     (NgramSelfAttention, "extend"),
@@ -38,7 +38,7 @@ _ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out"
 
 
 def unsupported(generator: Any, bos_token: Any) -> str | None:
-    """Why generators like this are not accelerated, or None when they are."""
+    """Returns why a generator is not accelerated, or None if it is."""
     unusual = torch_functions.unusual()
     if unusual is not None:
         return unusual
@@ -66,7 +66,7 @@ def unsupported(generator: Any, bos_token: Any) -> str | None:
 
 
 def attentions_of(ensemble: Any) -> set[int]:
-    """`id` of every attention module in the decoders."""
+    """Returns the `id` of every attention module in the decoders."""
     return {id(attention) for model in ensemble.models for attention in _attentions(model.decoder)}
 
 

@@ -1,21 +1,20 @@
-// Blocks of keys and values for one instruction set: scores, online softmax, and the weighted sum of values. Included
-// by kernel.h, once for each instruction set: for that reason there is no include guard.
+// Blocks of keys and values for one instruction set: scores, online softmax, and the weighted sum of values. kernel.h
+// includes it once for each instruction set, therefore without an include guard.
 
-// Positions per block. Their K or V at the usual head size of 64 is half of a first-level cache of 32 KiB.
+// Positions per block. At the usual head size of 64, their K or V take half of a first-level cache of 32 KiB.
 constexpr int64_t kBlock = 64;
 static_assert(kBlock % kWidth == 0 && kBlock % 4 == 0, "the kernels work on whole vectors, and on four keys at a time");
 
-// Keys and values of up to kBlock positions, which may lie anywhere. Behind the last one it is repeated up to a multiple
-// of four.
+// Keys and values of up to kBlock positions, which may lie anywhere. The last one is repeated up to a multiple of four.
 template <typename scalar_t>
 struct Block {
   int64_t length;
-  int64_t next_keys;  // so many elements behind the keys of this block lie those that come next; 0 if there are none
+  int64_t next_keys;  // distance in elements from this block's keys to the next ones; 0 if there are none
   const scalar_t* keys[kBlock];
   const scalar_t* values[kBlock];
 };
 
-// What a matrix of queries has seen of K and V so far.
+// The result so far of a matrix of queries.
 struct State {
   float* context;  // [rows, width]: the sum of exp(score - largest) * value
   float* largest;  // [rows]
@@ -27,7 +26,7 @@ struct State {
   }
 };
 
-// Memory that a thread works in.
+// Scratch memory of a thread.
 struct Scratch {
   float* query;    // [rows, padded dim], scaled, padded with zeros
   float* scores;   // [rows, kBlock]
@@ -46,10 +45,10 @@ FASTGEN_TARGET inline const scalar_t* at(const Strided& x, int64_t i, int64_t j,
          l * x.strides[3];
 }
 
-// Asks for `count` elements to be brought near, whether or not they exist. The keys and the values of a head are two
-// streams that are read in turns, a block at a time, which is too short for the machine to run ahead of by itself: from
-// main memory, the kernel takes half as long again without it. What a block needs next is asked for while the
-// products of what is there are computed.
+// Prefetches `count` elements, whether or not they exist. The keys and the values of a head are two streams that are
+// read alternately, a block at a time, which is too short for the hardware prefetcher: from main memory, the kernel
+// takes half as long again without this. The next block's data is prefetched during the multiplications of the current
+// one.
 template <typename scalar_t>
 FASTGEN_TARGET inline void prefetch(const scalar_t* from, int64_t offset, int64_t count) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(offset) * sizeof(scalar_t);
@@ -58,7 +57,7 @@ FASTGEN_TARGET inline void prefetch(const scalar_t* from, int64_t offset, int64_
   }
 }
 
-// How many elements lie between two places, which may be in different memory; 0 if the second one is null.
+// Returns the distance in elements between two pointers, possibly into different memory; 0 if the second one is null.
 template <typename scalar_t>
 FASTGEN_TARGET inline int64_t distance(const scalar_t* from, const scalar_t* to) {
   if (to == nullptr) return 0;
@@ -66,7 +65,7 @@ FASTGEN_TARGET inline int64_t distance(const scalar_t* from, const scalar_t* to)
   return bytes / static_cast<int64_t>(sizeof(scalar_t));
 }
 
-// The first `count` lanes, fewer than there are, and zeros.
+// Loads the first `count` lanes, fewer than a vector has, and fills up with zeros.
 template <typename scalar_t>
 FASTGEN_TARGET inline Vector load_first(const scalar_t* from, int64_t count) {
   float lanes[kWidth] = {};
@@ -119,7 +118,7 @@ FASTGEN_TARGET inline void score_rows(const float* query, int64_t query_width, c
   }
 }
 
-// scores[r][j] = query r times key j. The values of the block are prefetched.
+// scores[r][j] = query r times key j. Prefetches the values of the block.
 template <typename scalar_t>
 FASTGEN_TARGET void score(const float* query, int64_t query_width, int64_t rows, const Block<scalar_t>& block,
                           int64_t dim, int64_t value_dim, float* scores) {
@@ -141,8 +140,8 @@ FASTGEN_TARGET void score(const float* query, int64_t query_width, int64_t rows,
 
 // ---- context: weights times values
 
-// context[r][column ...] = factors[r] * context + weights * values. Of the last vector, `last` lanes are values if
-// kPartial.
+// context[r][column ...] = factors[r] * context + weights * values. If kPartial, only the first `last` lanes of the
+// last vector are values.
 template <int kRows, int kVectors, bool kPartial, typename scalar_t>
 FASTGEN_TARGET inline void add_values_tile(const float* weights, const Block<scalar_t>& block, int64_t column,
                                            int64_t last, int64_t ahead, const float* factors, float* context,
@@ -190,7 +189,7 @@ FASTGEN_TARGET void add_values_rows(const float* weights, const Block<scalar_t>&
   }
 }
 
-// state.context[r] = factors[r] * state.context[r] + weights[r] * values. The keys of the next block are prefetched.
+// state.context[r] = factors[r] * state.context[r] + weights[r] * values. Prefetches the keys of the next block.
 template <typename scalar_t>
 FASTGEN_TARGET void add_values(const float* weights, const Block<scalar_t>& block, int64_t value_dim, int64_t dim,
                                const float* factors, const State& state) {
@@ -220,15 +219,15 @@ FASTGEN_TARGET void add_values(const float* weights, const Block<scalar_t>& bloc
 
 // ---- softmax
 
-// Turns the scores of a block into weights, and makes the state ready for them; `factor` is what the context has to be
-// scaled by. Scores behind the last one, up to a whole vector, are overwritten.
+// Turns the scores of a block into weights, and updates the state; the context has to be scaled by `factor`. Overwrites
+// the padding of the scores up to a whole vector.
 FASTGEN_TARGET inline void weigh(float* scores, int64_t length, float* largest_so_far, float* total, float* factor) {
   const int64_t padded = (length + kWidth - 1) / kWidth * kWidth;
   for (int64_t j = length; j < padded; ++j) scores[j] = kNegativeInfinity;
   Vector top = broadcast(*largest_so_far);
   for (int64_t j = 0; j < padded; j += kWidth) top = maximum(load(scores + j), top);
   const float largest_now = largest(top);
-  // While nothing has been allowed, -inf - -inf must not make NaN. A score that is NaN itself is not skipped.
+  // Before any position is allowed, avoids -inf - -inf, which is NaN. A score that is NaN itself is kept.
   const float reference = largest_now == kNegativeInfinity ? 0.0f : largest_now;
   const Vector shift = broadcast(reference);
   Vector sums = broadcast(0.0f);

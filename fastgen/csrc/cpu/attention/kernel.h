@@ -1,15 +1,15 @@
-// Decode attention for one instruction set. Compiled for each by each_isa.h, included by decode_attention.cpp. No include
-// guard: it is meant to be included several times.
+// Decode attention for one instruction set. decode_attention.cpp compiles it for each with each_isa.h, therefore
+// without an include guard.
 //
 // The softmax is computed online, block by block (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-// 2018; Dao et al., "FlashAttention", NeurIPS 2022): scores exist for one block of positions at a time, and what has
-// been summed up so far is scaled whenever a larger score is met.
+// 2018; Dao et al., "FlashAttention", NeurIPS 2022): only one block's scores exist at a time, and the sums so far are
+// rescaled whenever a larger score occurs.
 
 #include "operations.h"
 
 #include "block.h"
 
-// Adds the positions of a block to what the queries `first_row`, ... of the matrix have seen.
+// Adds the positions of a block to the state of the queries `first_row`, ... of the matrix.
 template <typename scalar_t>
 FASTGEN_TARGET void attend(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row,
                            int64_t position, Block<scalar_t>& block, const Scratch& scratch, const State& state) {
@@ -29,7 +29,7 @@ FASTGEN_TARGET void attend(const AttentionProblem& problem, int64_t input, int64
   add_values(scratch.scores, block, problem.value_dim, problem.dim, scratch.factors, state);
 }
 
-// ---- a matrix of queries, its start and its end
+// ---- initialising and finishing a matrix of queries
 
 FASTGEN_TARGET inline void clear(const State& state) {
   for (int64_t i = 0; i < state.rows * state.width; ++i) state.context[i] = 0.0f;
@@ -55,7 +55,7 @@ FASTGEN_TARGET void gather_queries(const AttentionProblem& problem, int64_t inpu
   }
 }
 
-// Adds what `other` has seen to `state`.
+// Merges `other` into `state`.
 FASTGEN_TARGET inline void merge(const State& state, const State& other) {
   for (int64_t i = 0; i < state.rows; ++i) {
     const float a = state.largest[i], b = other.largest[i];
@@ -74,7 +74,7 @@ FASTGEN_TARGET inline void merge(const State& state, const State& other) {
   }
 }
 
-// `after` are keys that are read after those of the last copy, or null.
+// `after`: the keys to read after those of the last copy, or null.
 template <typename scalar_t>
 FASTGEN_TARGET void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t copy,
                                      const Scratch& scratch, const State& state, const scalar_t* after) {
@@ -105,8 +105,8 @@ FASTGEN_TARGET void attend_suffix_of(const AttentionProblem& problem, int64_t in
   }
 }
 
-// One chunk of the prefix, for the copies [copy, end_copy) of an input, which see it from the same position on. `after` are
-// keys that are read after it, or null.
+// Attends to one chunk of the prefix for the copies [copy, end_copy) of an input, which see it from the same position
+// on. `after`: the keys to read next, or null.
 template <typename scalar_t>
 FASTGEN_TARGET void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t chunk,
                                     int64_t copy, int64_t end_copy, const Scratch& scratch, const State& all,
@@ -144,7 +144,7 @@ FASTGEN_TARGET void finish(const AttentionProblem& problem, int64_t input, int64
     const int64_t place = (row * heads + head) * problem.queries + matrix_row % problem.queries;
     scalar_t* to = static_cast<scalar_t*>(problem.output) + place * problem.value_dim;
     const float* context = state.context + i * state.width;
-    // Without a weight nothing was attended to, and the context is zeros.
+    // Without any weight the context is zeros.
     const float total = state.total[i] == 0.0f ? 1.0f : state.total[i];
     for (int64_t d = 0; d < problem.value_dim; ++d) to[d] = scalar_t(context[d] / total);
   }
@@ -152,7 +152,7 @@ FASTGEN_TARGET void finish(const AttentionProblem& problem, int64_t input, int64
 
 // ---- tasks
 
-// The memory that a thread works in for a problem.
+// Scratch memory of a thread for a problem.
 struct Workspace {
   explicit Workspace(const AttentionProblem& problem)
       : query(problem.matrix_rows() * AttentionProblem::padded(problem.dim)), scores(problem.matrix_rows() * kBlock),
@@ -165,7 +165,7 @@ struct Workspace {
   const Scratch scratch;
 };
 
-// The keys with which a task begins; null if there are none.
+// Returns the first keys of a task; null if there are none.
 template <typename scalar_t>
 FASTGEN_TARGET inline const scalar_t* first_keys(const AttentionProblem& problem, int64_t task) {
   const int64_t kv_head = task / problem.chunks % problem.kv_heads, input = task / problem.chunks / problem.kv_heads;

@@ -1,8 +1,8 @@
 // Which positions a query may attend to. Part of kernel.h, which includes it once for each instruction set.
 
-// The mask of one query, from some position on.
+// The mask of one query, starting at some position.
 struct MaskRow {
-  const void* data;  // null: everything may be attended to
+  const void* data;  // null: all positions are allowed
   int64_t stride;
   ElementType type;
 };
@@ -25,7 +25,7 @@ FASTGEN_TARGET inline MaskRow mask_row(const AttentionProblem& problem, int64_t 
           problem.mask_type};
 }
 
-// The numbers of a mask by their type, to `use`.
+// Calls `use` with the mask's data in its type.
 template <class Use>
 FASTGEN_INLINE auto with_numbers(const MaskRow& mask, const Use& use) {
   switch (mask.type) {
@@ -44,7 +44,7 @@ FASTGEN_INLINE float masked(float score, mask_t added) {
 
 template <typename mask_t>
 FASTGEN_TARGET inline void mask_scores(float* scores, int64_t length, const mask_t* mask, int64_t stride) {
-  if (stride == 1) {  // said apart, so that the compiler vectorises it
+  if (stride == 1) {  // a separate loop, so that the compiler vectorises it
     for (int64_t j = 0; j < length; ++j) scores[j] = masked(scores[j], mask[j]);
   } else {
     for (int64_t j = 0; j < length; ++j) scores[j] = masked(scores[j], mask[j * stride]);
@@ -56,7 +56,7 @@ FASTGEN_TARGET inline void apply_mask(float* scores, int64_t length, const MaskR
   with_numbers(mask, [&](const auto* numbers) { mask_scores(scores, length, numbers, mask.stride); });
 }
 
-// Takes the positions behind a query's own out of the scores of a block, which begins at `position`.
+// Masks the positions after a query's own in the scores of a block, which begins at `position`.
 FASTGEN_TARGET inline void hide_later(const AttentionProblem& problem, int64_t input, int64_t matrix_row,
                                       int64_t position, float* scores, int64_t length) {
   if (!problem.causal) return;
@@ -74,19 +74,19 @@ FASTGEN_TARGET inline bool any_allowed(const mask_t* mask, int64_t length, int64
   return false;
 }
 
-// Whether the mask allows any of `length` positions.
+// Returns whether the mask allows any of `length` positions.
 FASTGEN_TARGET inline bool allows_any(const MaskRow& mask, int64_t length) {
   if (mask.data == nullptr) return length > 0;
   return with_numbers(mask, [&](const auto* numbers) { return any_allowed(numbers, length, mask.stride); });
 }
 
-// Whether any of the queries may attend to any of the positions. Padding, which none of them may, is not read.
+// Returns whether any of the queries may attend to any of the positions. Blocks of padding are never read.
 FASTGEN_TARGET inline bool is_visible(const AttentionProblem& problem, int64_t input, int64_t kv_head,
                                       int64_t first_row, int64_t rows, int64_t position, int64_t length) {
   const void* last = nullptr;
   for (int64_t i = 0; i < rows; ++i) {
     const MaskRow mask = mask_row(problem, input, kv_head, first_row + i, position);
-    if (mask.data != nullptr && mask.data == last) continue;  // a mask that queries share
+    if (mask.data != nullptr && mask.data == last) continue;  // queries share this mask
     if (allows_any(mask, length)) return true;
     last = mask.data;
   }

@@ -1,6 +1,6 @@
-// What attention does with vectors (vectors.h), for one instruction set: included once for each by kernel.h and texts.h.
+// Attention's vector operations (vectors.h) for one instruction set: kernel.h and texts.h include it once for each.
 
-// How many rows of queries are held in registers against four keys, and against so many vectors of a value.
+// Query rows held in registers against four keys, and against this many vectors of a value.
 constexpr int kScoreRows = by_width(2, 2, 4), kContextRows = 4, kContextVectors = by_width(2, 2, 4);
 
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
@@ -13,8 +13,8 @@ FASTGEN_INLINE Vector broadcast(float x) { return x - Vector{}; }
 FASTGEN_INLINE Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 FASTGEN_INLINE void store(float* to, Vector x) { *reinterpret_cast<Vector*>(to) = x; }
 
-// `multiply_add` rounds once where the processor can. `maximum` is the larger one; y where x is not a number. `store_sums` has
-// in to[i] the sum of the lanes of the i-th argument.
+// `multiply_add` rounds once if the processor can. `maximum` returns the larger one; y if x is NaN. `store_sums` stores
+// the sum of the lanes of the i-th argument in to[i].
 #if FASTGEN_WIDTH == 4
 
 template <typename scalar_t>
@@ -76,7 +76,7 @@ FASTGEN_INLINE Vector multiply_add(Vector a, Vector b, Vector c) {
 FASTGEN_INLINE Vector maximum(Vector x, Vector y) { return (Vector)_mm512_max_ps((__m512)x, (__m512)y); }
 FASTGEN_INLINE float sum(Vector x) { return _mm512_reduce_add_ps((__m512)x); }
 FASTGEN_INLINE float largest(Vector x) { return _mm512_reduce_max_ps((__m512)x); }
-// Pairs of vectors are added in the halves of one until each of the four sums has a lane of its own.
+// Adds pairs of vectors in the halves of one until each of the four sums has a lane of its own.
 FASTGEN_INLINE void store_sums(float* to, Vector first, Vector second, Vector third, Vector fourth) {
   const __m512 a = (__m512)first, b = (__m512)second, c = (__m512)third, d = (__m512)fourth;
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -91,12 +91,12 @@ FASTGEN_INLINE void store_sums(float* to, Vector first, Vector second, Vector th
 // e^x for x <= 0; results below the smallest normal number may be zero. e^x = 2^n e^r with n the integer nearest to
 // x / ln 2, and e^r a polynomial whose coefficients minimise the largest relative error, 3e-9, over |r| <= ln 2 / 2.
 FASTGEN_INLINE Vector exponential(Vector x) {
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer
-  // 2^-127 is made as zero, which ends the results; NaN passes.
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  // 2^-127 becomes zero, which bounds the results; NaN passes through.
   x = maximum(broadcast(-88.0f), x);
   const Vector rounded = multiply_add(x, broadcast(1.44269504f), broadcast(kRounder));
   const Vector n = rounded - broadcast(kRounder);
-  // ln 2 in two parts, of which the first has so few digits that its product with n is exact.
+  // ln 2 in two parts, the first with so few digits that its product with n is exact.
   const Vector r = multiply_add(n, broadcast(-1.42860677e-6f), multiply_add(n, broadcast(-0.693145752f), x));
   Vector tail = broadcast(0.0013814542f);
   tail = multiply_add(tail, r, broadcast(0.0083687454f));

@@ -1,4 +1,4 @@
-// Attention of a decode step on the CPU: one call of the operator as its kernels see it, whatever they are compiled for.
+// Decode attention on the CPU: one call of the operator as its kernels see it, for any instruction set.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace fastgen {
 
 enum class ElementType { kBool, kFloat, kHalf, kBFloat16 };
 
-// A tensor of up to four dimensions as memory and strides, both in elements; dimensions that broadcast have stride 0.
+// A tensor of up to four dimensions: its memory, and its strides in elements; broadcast dimensions have stride 0.
 struct Strided {
   const void* data = nullptr;
   int64_t strides[4] = {0, 0, 0, 0};
@@ -17,43 +17,44 @@ struct Strided {
 // [rows, kv heads, suffix length, dim], mask [rows, heads, queries, prefix + suffix length], ancestry
 // [rows, suffix length], with rows = batch * per_input and heads = kv heads * group.
 //
-// All that reads the K/V of one input and kv head is worked on together, as a matrix of per_input * group * queries rows
-// in that order.
+// All queries that read the K/V of one input and kv head are processed together, as a matrix of
+// per_input * group * queries rows in that order.
 struct AttentionProblem {
   int64_t batch, per_input, kv_heads, group, queries, prefix_length, suffix_length, dim, value_dim;
   float scale;
   Strided query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry;
   ElementType mask_type;
-  // Of each input's prefix the positions in [starts, ends) count; all of them where these are null.
+  // Valid positions [starts, ends) of each input's prefix; all of them if these are null.
   const int32_t *starts, *ends;
-  // Of each row's suffix as many positions count, at most `suffix_length`; so many of all rows where this is null.
+  // The valid length of each row's suffix, at most `suffix_length`; if null, `suffix_length` for all rows.
   const int64_t* lengths;
-  // With a window, the last so many positions of prefix and suffix together count.
+  // With a window, only the last `window` positions of prefix and suffix together are valid.
   bool has_window;
   int64_t window;
-  // Row r reads the suffix of row row_map[r] of the KV cache, and the prefix of its input, of which `copies` rows are; null:
-  // its own. With a row map, each row counts as an input, and `starts` and `ends` are those of the inputs of the cache.
+  // Row r reads the suffix of row row_map[r] of the KV cache, and the prefix of that row's input, which `copies` rows
+  // share; null: its own. With a row map, each row counts as an input, and `starts` and `ends` belong to the cache's
+  // inputs.
   const int64_t* row_map;
   int64_t copies;
   int64_t stored;  // rows of the KV cache
-  // The queries of a row belong to its last positions, one to each: none of them sees the positions behind its own.
+  // The queries of a row belong to its last positions, one each: none of them sees later positions.
   bool causal;
   void* output;  // [rows, heads, queries, value_dim], contiguous
 
-  // The prefix is read in chunks, which may be read at the same time. Each leaves a state, see `State` in kernel.h;
-  // `states` holds [batch * kv heads, chunks] of them. With `fused`, there is one chunk, and who reads it goes on with
-  // the suffixes and writes the output.
+  // The prefix is read in chunks, possibly in parallel. Each results in a state, see `State` in block.h; `states` holds
+  // [batch * kv heads, chunks] of them. With `fused`, there is one chunk, and its task also reads the suffixes and
+  // writes the output.
   int64_t chunks, chunk_length;
   bool fused;
   float* states;
 
-  // The row of the cache that has a position of the suffix of `row`: its own one, where the table, which has been checked,
-  // has been changed since by another thread.
+  // Returns the cache row that has a position of the suffix of `row`: its own if another thread has changed the
+  // ancestry table since it was checked.
   int64_t named_row(int32_t named, int64_t row) const { return named >= 0 && named < stored ? named : row; }
   int64_t suffix_of(int64_t row) const { return row_map == nullptr ? row : row_map[row]; }
   int64_t prefix_of(int64_t input) const { return row_map == nullptr ? input : row_map[input] / copies; }
-  // The positions of an input's prefix that count. They are divided into chunks from the first one on: how much room there
-  // is beside them changes no bit.
+  // The valid positions of an input's prefix. They are divided into chunks from the first one on, so that the buffer's
+  // size does not change a bit of the result.
   int64_t start_of(int64_t input) const {
     const int64_t start = starts == nullptr ? 0 : starts[prefix_of(input)];
     return start > 0 ? start : 0;
@@ -64,19 +65,19 @@ struct AttentionProblem {
   }
   int64_t start_of(int64_t input, int64_t chunk) const { return start_of(input) + chunk * chunk_length; }
   int64_t length_of(int64_t row) const { return lengths == nullptr ? suffix_length : lengths[row]; }
-  // Positions of prefix and suffix together before this one do not count for a row.
+  // Returns the first valid position of a row, over prefix and suffix together.
   int64_t first_of(int64_t row) const {
     const int64_t first = has_window ? prefix_length + length_of(row) - window : 0;
     return first > 0 ? first : 0;
   }
   int64_t matrix_rows() const { return per_input * group * queries; }
-  // Rows in scratch memory are padded to whole vectors of every width that there is.
+  // Pads rows in scratch memory to whole vectors of the largest width.
   static int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
   int64_t state_size() const { return matrix_rows() * (padded(value_dim) + 2); }
 };
 
-// What one kernel does for one element type. Tasks of `attend_prefix` are (input, kv head, chunk), those of
-// `attend_suffix` are (input, kv head, copy), the last varying fastest.
+// A kernel for one element type. Tasks of `attend_prefix` are (input, kv head, chunk), those of `attend_suffix` are
+// (input, kv head, copy), the last varying fastest.
 struct AttentionKernels {
   void (*attend_prefix)(const AttentionProblem& problem, int64_t begin, int64_t end);
   void (*attend_suffix)(const AttentionProblem& problem, int64_t begin, int64_t end);

@@ -1,28 +1,27 @@
-// Attention over all tokens of a text, for one instruction set. Compiled for each by each_isa.h, included by
-// packed_attention.cpp. No include guard: it is meant to be included several times.
+// Attention over all tokens of a sequence, for one instruction set. packed_attention.cpp compiles it for each with
+// each_isa.h, therefore without an include guard.
 //
-// A vector holds one number of as many queries: an element of a key, in every place of a vector, times a vector of the
-// queries is what it adds to their scores, and an element of a value, times a vector of weights, what it adds to their
-// contexts. So nothing is ever added up or compared across a vector. The softmax is computed online, block by block
-// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", NeurIPS
-// 2022).
+// Each lane of a vector belongs to a different query. A key's element, broadcast and multiplied by a vector of the
+// queries, contributes to their scores, and a value's element, multiplied by a vector of weights, to their contexts.
+// There are therefore no horizontal sums or comparisons. The softmax is computed online, block by block (Milakov and
+// Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", NeurIPS 2022).
 
 #include "operations.h"
 
 // Positions per block: their keys, and their scores with kVectors vectors of queries, share the first-level cache.
 constexpr int64_t kBlock = 128;
-// Queries are taken kVectors vectors at a time, and so many of these tiles share what is copied of keys and values.
+// Queries are processed in tiles of kVectors vectors; this many tiles share each copied block of keys and values.
 constexpr int kVectors = 2;
 constexpr int64_t kTiles = 8;
 constexpr int64_t kTileQueries = kVectors * kWidth;
-// Keys whose scores, and numbers of values whose sums, are held in registers at the same time.
+// Keys whose scores, and elements of values whose sums, are held in registers at the same time.
 constexpr int kKeys = kWidth == 16 ? 12 : kWidth == 8 ? 6 : 4;
 constexpr int kNumbers = kWidth == 16 ? 8 : 4;
 
-// What transposed squares fill.
+// The size rounded up to whole transposed squares.
 FASTGEN_TARGET inline int64_t padded(int64_t dim) { return (dim + kWidth - 1) / kWidth * kWidth; }
 
-// Some queries of one head, next to each other: what they have seen of keys and values so far.
+// Adjacent queries of one head, and their results so far.
 struct Tile {
   float* query;    // [dim, kTileQueries], scaled
   float* context;  // [value dim, kTileQueries]: the sum of exp(score - largest) * value
@@ -30,7 +29,7 @@ struct Tile {
   float* total;    // [kTileQueries]: the sum of exp(score - largest)
 };
 
-// scores[kCount, kTileQueries] of as many keys, [kCount, dim] next to each other. `largest`: of these and what it was.
+// Computes scores [kCount, kTileQueries] of as many keys, [kCount, dim] contiguous. Updates `largest` with them.
 template <int kCount, int kWide>
 FASTGEN_TARGET inline void score(const float* query, const float* keys, int64_t dim, float* scores,
                                  Vector (&largest)[kVectors]) {
@@ -61,7 +60,7 @@ FASTGEN_TARGET inline void score(const float* query, const float* keys, int64_t 
   }
 }
 
-// The same of `count` keys, at most kCount.
+// The same for `count` keys, at most kCount.
 template <int kCount, int kWide>
 FASTGEN_TARGET inline void score_some(int64_t count, const float* query, const float* keys, int64_t dim, float* scores,
                                       Vector (&largest)[kVectors]) {
@@ -71,7 +70,8 @@ FASTGEN_TARGET inline void score_some(int64_t count, const float* query, const f
   score<kCount, kWide>(query, keys, dim, scores, largest);
 }
 
-// context[kNumbers, kTileQueries] times `factor`, and the weights of `length` positions times their values.
+// Multiplies context [kNumbers, kTileQueries] by `factor`, and adds the weights of `length` positions times their
+// values.
 template <int kWide>
 FASTGEN_TARGET inline void add_values(const float* weights, const float* values, int64_t value_dim, int64_t length,
                                       const Vector (&factor)[kVectors], float* context) {
@@ -99,7 +99,7 @@ FASTGEN_TARGET inline void add_values(const float* weights, const float* values,
   }
 }
 
-// A block of positions for a tile of which kWide vectors hold queries.
+// Adds a block of positions to a tile in which kWide vectors hold queries.
 template <int kWide>
 FASTGEN_TARGET void add_block(const TextAttention& problem, const Tile& tile, const float* keys, const float* values,
                               int64_t length, float* scores) {
@@ -135,7 +135,7 @@ FASTGEN_TARGET void add_block(const TextAttention& problem, const Tile& tile, co
   }
 }
 
-// Some queries, at most kWidth, of `dim` numbers each, as a vector for each number.
+// Transposes at most kWidth queries of `dim` elements each to a vector for each element.
 FASTGEN_TARGET inline void lay_out(const float* from, int64_t stride, int64_t queries, int64_t dim, float scale,
                                    float* to) {
   float lines[kWidth * kWidth] = {};
@@ -150,7 +150,7 @@ FASTGEN_TARGET inline void lay_out(const float* from, int64_t stride, int64_t qu
   }
 }
 
-// The contexts of some queries, at most kWidth, divided by the sums of their weights.
+// Writes the contexts of at most kWidth queries, divided by the sums of their weights.
 FASTGEN_TARGET inline void put(const float* context, const float* total, int64_t queries, int64_t value_dim, float* to,
                                int64_t stride) {
   float divisors[kWidth], scaled[kWidth * kWidth], lines[kWidth * kWidth];
@@ -165,7 +165,7 @@ FASTGEN_TARGET inline void put(const float* context, const float* total, int64_t
   }
 }
 
-// Rows of `width` numbers as rows of `wide`, with zeros behind.
+// Copies rows of `width` elements to rows of `wide`, padded with zeros.
 FASTGEN_TARGET inline void copy_rows(const float* from, int64_t stride, int64_t rows, int64_t width, float* to,
                                      int64_t wide) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -181,7 +181,7 @@ FASTGEN_TARGET inline int64_t floats_of_scratch(const TextAttention& problem) {
   return (kBlock + kTaskQueries) * numbers + kBlock * kTileQueries + 2 * kTaskQueries;
 }
 
-// At most kTaskQueries queries of a head, from `first` on, over all tokens of their text.
+// Attends for at most kTaskQueries queries of a head, from `first` on, to all tokens of their sequence.
 FASTGEN_TARGET inline void attend(const TextAttention& problem, int64_t head, const Text& text, int64_t first,
                                   float* scratch) {
   const int64_t dim = padded(problem.dim), value_dim = padded(problem.value_dim);
@@ -195,7 +195,7 @@ FASTGEN_TARGET inline void attend(const TextAttention& problem, int64_t head, co
     float* largest = context + kTileQueries * value_dim;
     return Tile{query, context, largest, largest + kTileQueries};
   };
-  // [begin, end) of the queries that a vector of a tile holds.
+  // The offset and the number of the queries in a vector of a tile.
   const auto vector_of = [&](int64_t tile, int64_t v) { return tile * kTileQueries + v * kWidth; };
   const auto queries_of = [&](int64_t tile, int64_t v) { return std::min<int64_t>(kWidth, count - vector_of(tile, v)); };
   for (int64_t i = 0; i < tiles; ++i) {

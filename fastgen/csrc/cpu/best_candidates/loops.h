@@ -1,12 +1,12 @@
-// Loops over the scores of a row, for one instruction set. Compiled for each by each_isa.h, included by best_candidates.cpp.
-// No include guard: it is meant to be included several times.
+// Loops over the scores of a row, for one instruction set. best_candidates.cpp compiles it for each with each_isa.h,
+// therefore without an include guard.
 
-// Which of some lines of kLine scores are above `limit`, or are not numbers: a bit for each.
+// Finds which of some lines of kLine scores are above `limit`, or NaN: a bit for each.
 FASTGEN_TARGET void above(const float* scores, int64_t lines, float limit, uint64_t* found) {
   for (int64_t line = 0; line < lines; ++line, scores += kLine) {
     uint64_t bits = 0;
 #if FASTGEN_WIDTH == 4
-    int32_t any = 0;  // which the compiler makes vectors of
+    int32_t any = 0;  // the compiler vectorises this
     for (int64_t j = 0; j < kLine; ++j) any |= !(scores[j] <= limit);
     if (any == 0) {
       found[line] = 0;
@@ -28,7 +28,7 @@ FASTGEN_TARGET void above(const float* scores, int64_t lines, float limit, uint6
   }
 }
 
-// The largest; what is not a number does not count.
+// Returns the largest; ignores NaN.
 FASTGEN_TARGET float largest(const float* scores, int64_t size) {
   float lanes[kLine];
   for (float& each : lanes) each = -kInfinity;
@@ -42,7 +42,7 @@ FASTGEN_TARGET float largest(const float* scores, int64_t size) {
   return found;
 }
 
-// The sum of e to the power of each minus `maximum`.
+// Returns the sum of e to the power of each minus `maximum`.
 FASTGEN_TARGET float sum_of_exponentials(const float* scores, int64_t size, float maximum) {
   float lanes[kLine] = {};
   int64_t i = 0;

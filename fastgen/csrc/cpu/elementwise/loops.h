@@ -1,12 +1,12 @@
-// Elementwise operators and norms for one instruction set. Compiled for each by each_isa.h, included by elementwise.cpp.
-// No include guard: it is meant to be included several times.
+// Elementwise operators and norms for one instruction set. elementwise.cpp compiles it for each with each_isa.h,
+// therefore without an include guard.
 //
-// Everything is computed in float32, a few numbers at a time, which are converted before and after.
+// Everything is computed in float32, in chunks that are converted before and after.
 
 constexpr int64_t kChunk = 256;
 constexpr int64_t kLanes = 16;
 
-// ---- numbers of a type, from and to float32
+// ---- conversions from and to float32
 
 struct Float32 {
   using Number = float;
@@ -48,7 +48,7 @@ FASTGEN_TARGET void narrow(const Piece& piece, int64_t begin, int64_t count, con
 
 inline bool is_direct(const Piece& piece) { return piece.type == kFloat32 && piece.stride == 1 && piece.data; }
 
-// Some numbers of a line; without memory, the given one.
+// Returns some elements of a line; without memory, copies of `other`.
 FASTGEN_TARGET inline const float* loaded(const Piece& piece, int64_t begin, int64_t count, float other,
                                           float* buffer) {
   if (is_direct(piece)) return reinterpret_cast<const float*>(piece.data) + begin;
@@ -68,7 +68,7 @@ FASTGEN_TARGET inline const float* loaded(const Piece& piece, int64_t begin, int
   return buffer;
 }
 
-// Where some numbers of a result are computed.
+// Returns where some elements of a result are computed.
 inline float* place_of(const Piece& piece, int64_t begin, float* buffer) {
   return is_direct(piece) ? reinterpret_cast<float*>(piece.data) + begin : buffer;
 }
@@ -203,7 +203,7 @@ FASTGEN_TARGET inline void layer_norm(const Piece* pieces, int64_t width, const 
 
 // ---- lines
 
-// One line after the other.
+// Processes one line after the other.
 template <void (*line)(const Piece*, int64_t, const Options&)>
 FASTGEN_TARGET void each(const Piece* pieces, const int64_t* apart, int64_t lines, int64_t count,
                          const Options& options) {
@@ -216,8 +216,8 @@ FASTGEN_TARGET void each(const Piece* pieces, const int64_t* apart, int64_t line
   }
 }
 
-// `compute` of lines. Where they are short, as the heads of a decoding step, finding out how a line's numbers lie takes
-// longer than computing with them. So for float32 next to each other that is done once for all lines.
+// `compute` for lines. If they are short, as the heads in a decode step, inspecting a line's layout takes longer than
+// its computation. For contiguous float32 it is therefore inspected once for all lines.
 template <int64_t kind>
 FASTGEN_TARGET void compute_lines(const Piece* pieces, const int64_t* apart, int64_t lines, int64_t count,
                                   const Options& options) {

@@ -1,4 +1,4 @@
-// AMX tiles: whether this process may use them, and how they are set up.
+// AMX tiles: whether this process may use them, and how to configure them.
 #pragma once
 
 #include "../instruction_set.h"
@@ -14,17 +14,17 @@
 
 namespace fastgen {
 
-constexpr int64_t kAmxRows = 16;  // of a tile, at the most
-constexpr int64_t kAmxLine = 64;  // bytes of a row, at the most
+constexpr int64_t kAmxRows = 16;  // the most rows of a tile
+constexpr int64_t kAmxLine = 64;  // the most bytes of a row
 constexpr int64_t kAmxBytes = kAmxRows * kAmxLine;
 
-// Whether the processor and the system let this process use AMX tiles. ATEN_CPU_CAPABILITY, which names the
-// widest vectors to use, rules them out.
+// Whether the processor and the system let this process use AMX tiles. If ATEN_CPU_CAPABILITY names the widest vectors
+// to use, AMX tiles are not used.
 bool has_amx();
 
 #ifdef FASTGEN_AMX
 
-// Sets up the registers of this thread, with so many rows and bytes of a row each, until they are released.
+// Configures the tiles of this thread, with these numbers of rows and bytes per row, until they are released.
 __attribute__((target("amx-tile"))) inline void configure_tiles(const int64_t (&rows)[8], const int64_t (&bytes)[8]) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -35,19 +35,19 @@ __attribute__((target("amx-tile"))) inline void configure_tiles(const int64_t (&
     configuration.bytes[i] = static_cast<uint16_t>(bytes[i]);
     configuration.rows[i] = static_cast<uint8_t>(rows[i]);
   }
-  // The intrinsic does not tell the compiler of all that it reads.
+  // The intrinsic does not declare all that it reads.
   __asm__ volatile("" : : "r"(&configuration) : "memory");
   _tile_loadconfig(&configuration);
 }
 
 __attribute__((target("amx-tile"))) inline void release_tiles() { _tile_release(); }
 
-// Releases them at the end of a block, by an exception, too.
+// Releases the tiles at the end of a block, also after an exception.
 struct TilesUntilEnd {
   ~TilesUntilEnd() { release_tiles(); }
 };
 
-// All registers, with all of their rows and bytes, until the end of a block.
+// Configures all tiles, with all of their rows and bytes, until the end of a block.
 struct WholeTiles : TilesUntilEnd {
   WholeTiles() {
     constexpr int64_t kRows = kAmxRows, kLine = kAmxLine;
@@ -56,14 +56,14 @@ struct WholeTiles : TilesUntilEnd {
   }
 };
 
-// The first `count` of 16 places of a vector, and of 32.
+// Masks of the first `count` of 16 lanes of a vector, and of 32.
 inline __mmask16 first16(int64_t count) {
   return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 inline __mmask32 first32(int64_t count) { return count >= 32 ? 0xffffffffu : (uint32_t{1} << count) - 1; }
 
-// Memory of this thread, which begins with a cache line and is kept for its next product: the system would clear new memory
-// page by page. It holds what the last use of it wrote.
+// Returns cache-aligned memory of this thread, which is kept for its next call: the system would clear new memory page
+// by page. It holds the data of its last use.
 inline char* scratch(int64_t bytes) {
   static thread_local std::optional<Aligned<char>> kept;
   static thread_local int64_t size = 0;

@@ -1,11 +1,11 @@
-// GEMM on weights in bfloat16 with activations that are rounded to it, where the processor multiplies those faster than
-// float32: in AMX tiles, or with the vector instructions of AVX-512 BF16. The schemas are defined in
+// GEMM on bfloat16 weights with activations rounded to bfloat16, if the processor multiplies those faster than float32:
+// in AMX tiles, or with the vector instructions of AVX-512 BF16. The schemas are defined in
 // fastgen/ops/quantized_linear.py.
 //
-// A weight is packed in tiles of 16 outputs and 32 inputs, in the order in which those instructions take it: a line of a
-// tile holds two inputs of each of its outputs. A panel is two tiles wide. Inputs are rounded row by row, so that a row's
-// result does not depend on what else is in the batch; the sums are rounded in another order with more than 16 rows than
-// with fewer.
+// A weight is packed in tiles of 16 outputs and 32 inputs, in the order of those instructions: a line of a tile holds
+// two inputs of each of its outputs. A panel is two tiles wide. Inputs are rounded row by row, so that a row's result
+// does not depend on the rest of the batch; but sums of more than 16 rows are rounded in another order than those of
+// fewer.
 #include "../isa.h"
 #include "amx.h"
 #include "operands.h"
@@ -21,14 +21,14 @@ namespace {
 using namespace fastgen;
 
 constexpr int64_t kPanel = 2 * kAmxRows;  // outputs of a panel
-constexpr int64_t kRows = 2 * kAmxRows;   // rows that are multiplied in one go
-// Rows that a thread takes through all panels before it goes on: their inputs stay in the second-level cache.
+constexpr int64_t kRows = 2 * kAmxRows;   // rows per multiplication
+// Rows that a thread multiplies with all panels before it continues: their inputs stay in the second-level cache.
 constexpr int64_t kBlock = 128;
-// Weights that all rows of a block go through, some rows at a time: they stay in the second-level cache as well.
+// Weights that all rows of a block use, some rows at a time: they also stay in the second-level cache.
 constexpr int64_t kGroupBytes = 1 << 18;
-// Bytes of weights that a decode step prefetches: one turn of its loop after the next.
+// Bytes of weights that a decode step prefetches: two iterations of its loop ahead.
 constexpr int64_t kAhead = 8 * kAmxBytes;
-// Numbers that are rounded before it pays to wake another thread.
+// Elements to round that pay for waking another thread.
 constexpr int64_t kGrain = 1 << 16;
 
 #define FASTGEN_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512bf16")))
@@ -41,7 +41,7 @@ FASTGEN_AVX512_BF16 void tile(const uint8_t* x, int64_t stride, const uint8_t* p
   __m512 total[kCount][2];
 #pragma GCC unroll 8
   for (int r = 0; r < kCount; ++r) total[r][0] = total[r][1] = _mm512_setzero_ps();
-  // A tile of weights is 16 outputs wide; of the inputs, it holds a line of 64 bytes.
+  // A tile of weights is 16 outputs wide, and holds 64 bytes of the inputs.
   for (int64_t block = 0; block < depth; block += kAmxLine) {
     const uint8_t* weights = panel + block * kPanel;
     for (int64_t k = 0; k < kAmxLine; k += 4) {
@@ -78,16 +78,16 @@ void multiply_in_vectors(const uint8_t* x, int64_t stride, int64_t rows, const u
   }
 }
 
-// The registers of this thread, for so many rows.
+// Configures the tiles of this thread for this many rows.
 void configure(int64_t count) {
   const int64_t upper = std::min(count, kAmxRows), lower = count > kAmxRows ? count - kAmxRows : count;
   configure_tiles({upper, upper, lower, lower, upper, lower, kAmxRows, kAmxRows},
                            {kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine, kAmxLine});
 }
 
-// Registers 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights. Up to 16 rows: the sums of every second line of inputs
-// are kept apart, so that an instruction need not wait for the one before it. More rows: registers 2, 3 and 5 have the
-// rows from the 17th on.
+// Tiles 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights. Up to 16 rows: the sums of alternate lines of inputs are
+// separate, so that an instruction need not wait for the previous one. More rows: tiles 2, 3 and 5 have the rows from
+// the 17th on.
 __attribute__((target("amx-tile,amx-bf16,avx512f"))) void multiply_in_tiles(const uint8_t* x, int64_t stride, int64_t rows,
                                                                             const uint8_t* panel, int64_t depth,
                                                                             float* sums) {
@@ -147,7 +147,7 @@ void check_processor() {
   STD_TORCH_CHECK(has_avx512_bf16(), "bf16_gemm: this processor does not have AVX-512 BF16");
 }
 
-// A row in bfloat16.
+// Rounds a row to bfloat16.
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void round_row(const float* x, int64_t count, uint8_t* to) {
   for (int64_t i = 0; i < count; i += 16) {
     const __mmask16 some = first16(count - i);
@@ -171,7 +171,7 @@ Tensor pack_bf16(Tensor weight) {
   const void* from = weight.const_data_ptr();
   uint8_t* to = numbers_of<uint8_t>(packed);
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    const Aligned<uint8_t> lines(kAmxRows * depth);  // of a tile's outputs; zeros behind the last input
+    const Aligned<uint8_t> lines(kAmxRows * depth);  // of a tile's outputs; zeros after the last input
     std::fill_n(lines.data(), kAmxRows * depth, uint8_t{0});
     std::vector<float> row(inputs);
     for (int64_t panel = begin; panel < end; ++panel) {
@@ -219,7 +219,7 @@ FASTGEN_AVX512 void store(const float* sums, int64_t rows, const float* bias, in
   }
 }
 
-// x in bfloat16, [rows, depth bytes], with zeros behind the inputs.
+// Returns x in bfloat16, [rows, depth bytes], padded with zeros.
 std::unique_ptr<uint8_t[]> rounded(const Tensor& x, int64_t depth) {
   const int64_t rows = x.size(0), inputs = x.size(1), stride = x.stride(0);
   const float* from = numbers_of<const float>(x);
@@ -244,7 +244,7 @@ Tensor bf16_gemm(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t ou
   const uint8_t* weights = numbers_of<const uint8_t>(packed);
   float* to = numbers_of<float>(y);
   const auto multiply = in_tiles ? &multiply_in_tiles : &multiply_in_vectors;
-  // Blocks of nearly the same size, in whole tiles, so that threads have as much to do as each other.
+  // Blocks of nearly the same size, in whole tiles, so that threads have equal work.
   const int64_t blocks = quotient(rows, kBlock), tiles = quotient(rows, kRows);
   const int64_t most = std::max<int64_t>(kGroupBytes / (depth * kPanel), 1);
   parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {

@@ -1,18 +1,18 @@
-// Linear layers in float32 in AMX tiles, which multiply bfloat16. The schema is defined in
-// fastgen/ops/linear/kernels.py.
+// GEMM in float32 in AMX tiles, which multiply bfloat16. The schema is defined in fastgen/ops/linear/kernels.py.
 //
-// A float32 is the sum of three numbers in bfloat16, its parts: 24 bits of 8 each. Of the nine products of the parts of
-// two numbers, the six largest are added up in float32. The others are below the last bit of the product (Henry, Tang and
-// Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019,
-// arXiv 1904.06376). The instruction takes parts, and makes sums, that are too small to be normal as zero: numbers below
-// about 2**-102 lose bits, and those below 2**-126 count as zero.
+// A float32 is the sum of three bfloat16 parts: 24 bits of 8 each. Of the nine products of the parts of two numbers,
+// the six largest are added up in float32. The others are below the last bit of the product (Henry, Tang and Heinecke,
+// "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019, arXiv
+// 1904.06376). The instruction flushes denormal parts and sums to zero: numbers below about 2**-102 lose bits, and
+// those below 2**-126 count as zero.
 //
-// A thread splits a block of rows into its second-level cache. It takes the weight through that, some outputs at a time,
-// which it splits, too. So nothing is copied, and no thread reads what another one has split. The instruction takes the
-// weight line by line. It takes the rows in pairs of inputs, so they are transposed when they are split, and sums at the end.
+// A thread splits a block of rows into its second-level cache. It multiplies the weight with it, some outputs at a
+// time, which it also splits. Nothing is therefore copied, and no thread reads data that another one has split. The
+// instruction reads the weight line by line. It reads the rows in pairs of inputs, so that they are transposed when
+// they are split, and sums are transposed at the end.
 //
-// What is infinite or not a number has no parts, and parts of a sum may overflow where the sum does not. So results
-// that are not finite are computed again, one by one.
+// Infinity and NaN have no parts, and parts of a sum may overflow although the sum does not. Results that are not
+// finite are therefore computed again, one by one.
 #include "../isa.h"
 #include "amx.h"
 #include "operands.h"
@@ -29,27 +29,26 @@ using Operands = fastgen::Operands<float>;
 constexpr int64_t kParts = 3;
 constexpr int64_t kInputs = 32;  // of a tile, in bfloat16
 constexpr int64_t kStepBytes = kParts * kAmxBytes;  // the parts of 16 rows, or outputs, and 32 inputs
-constexpr int64_t kPair = 2 * kAmxRows;  // rows, and outputs, that are multiplied in one go
-// What a thread keeps in its second-level cache: so many pairs of tiles of rows, groups of outputs and steps of inputs.
+constexpr int64_t kPair = 2 * kAmxRows;  // rows, and outputs, per multiplication
+// The data in a thread's second-level cache: this many pairs of tiles of rows, groups of outputs and steps of inputs.
 constexpr int64_t kPairs = 8;
 constexpr int64_t kGroup = 4;
 constexpr int64_t kSteps = 24;
-// Where there are more steps, the sums of these rows with so many pairs of outputs are kept, too: 1 MiB, which then comes
-// from behind this cache once for all steps.
+// If there are more steps, the sums of these rows with this many pairs of outputs are also kept: 1 MiB, which is then
+// read from beyond this cache once for all steps.
 constexpr int64_t kOutputPairs = 32;
 // How far ahead of the split a weight is prefetched.
 constexpr int64_t kStepsAhead = 4;
 #define FASTGEN_SPLIT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), always_inline)) inline
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
 
-// The parts of 32 numbers, of which there are `count`, to lines that are `stride` bytes apart: number i next to number
-// i + 16. Each part is the nearest in bfloat16 to what the parts before it leave. What is not finite has a part that is
-// not a number.
+// Splits 32 numbers, `count` of them valid, into lines that are `stride` bytes apart: number i next to number i + 16.
+// Each part is the bfloat16 nearest to what the previous parts leave. A number that is not finite has a NaN part.
 FASTGEN_SPLIT void split(const float* from, int64_t count, char* to, int64_t stride) {
   __m512 low = _mm512_maskz_loadu_ps(first16(count), from);
   __m512 high = _mm512_maskz_loadu_ps(first16(count - 16), from + 16);
   const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  // Others than this one may be rounded to what is a number.
+  // Other NaNs may be rounded to a number.
   const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000));
   low = _mm512_mask_mov_ps(low, _mm512_cmp_ps_mask(low, low, _CMP_UNORD_Q), nan);
   high = _mm512_mask_mov_ps(high, _mm512_cmp_ps_mask(high, high, _CMP_UNORD_Q), nan);
@@ -67,8 +66,8 @@ FASTGEN_SPLIT void split(const float* from, int64_t count, char* to, int64_t str
 // Tiles of inputs.
 int64_t steps_of(const Operands& p) { return quotient(p.inputs, kInputs); }
 
-// Where the parts of a block of rows are: [pairs of tiles][steps][parts][2][16 pairs of inputs][16 rows]. A last tile that
-// is alone is one of one.
+// The layout of a block of rows' parts: [pairs of tiles][steps][parts][2][16 pairs of inputs][16 rows]. A last, single
+// tile forms a pair of one.
 struct Block {
   int64_t row, tiles, step, steps;
   int64_t pairs() const { return quotient(tiles, 2); }
@@ -79,7 +78,7 @@ struct Block {
   int64_t begin(int64_t pair) const { return 2 * pair * steps * kStepBytes; }
 };
 
-// A tile of rows of x. What is behind the last row or input is zero.
+// Splits a tile of rows of x. Pads with zeros after the last row or input.
 FASTGEN_TARGET void split_rows(const Operands& p, const Block& block, int64_t tile, char* parts) {
   const int64_t pair = tile / 2, part = block.part(pair), row = block.row + tile * kAmxRows;
   char* to = parts + block.begin(pair) + tile % 2 * kAmxBytes;
@@ -96,13 +95,13 @@ FASTGEN_TARGET void split_rows(const Operands& p, const Block& block, int64_t ti
   }
 }
 
-// Prefetches the 32 numbers there, wherever that is. The processor itself does not follow sixteen lines of a weight.
+// Prefetches 32 numbers at any address. The processor's own prefetcher does not follow sixteen lines of a weight.
 FASTGEN_SPLIT void fetch(const float* from) {
   _mm_prefetch(from, _MM_HINT_T0);
   _mm_prefetch(from + kInputs / 2, _MM_HINT_T0);
 }
 
-// Some steps of 32 outputs of the weight: [steps][parts, the smallest first][2][16 outputs][32 inputs].
+// Splits some steps of 32 outputs of the weight: [steps][parts, the smallest first][2][16 outputs][32 inputs].
 FASTGEN_TARGET void split_weight(const Operands& p, int64_t output, int64_t step, int64_t steps, char* to) {
   constexpr int64_t kPart = 2 * kAmxBytes;
   for (int64_t s = step; s < step + steps; ++s, to += 2 * kStepBytes) {
@@ -120,7 +119,7 @@ template <bool is_first, bool has_both>
 FASTGEN_TARGET void multiply(const char* x, const char* weight, int64_t steps, float* sums) {
   constexpr int64_t kStride = kPair * sizeof(float);
   float* lower = sums + kAmxRows * kPair;
-  __asm__ volatile("" : : : "memory");  // the intrinsics do not tell the compiler of all that they read
+  __asm__ volatile("" : : : "memory");  // the intrinsics do not declare all that they read
   if (is_first) {
     _tile_zero(0);
     _tile_zero(1);
@@ -146,7 +145,7 @@ FASTGEN_TARGET void multiply(const char* x, const char* weight, int64_t steps, f
   if (has_both) _tile_dpbf16ps(1, 4, 7); \
   if (has_both) _tile_dpbf16ps(3, 5, 7);
   for (int64_t step = 0; step < steps; ++step, x += kTiles * kStepBytes) {
-    // Each tile is read once, but the largest part of the rows.
+    // Reads each tile once, except the largest part of the rows.
     FASTGEN_ROWS(0) FASTGEN_WEIGHTS FASTGEN_ADD
     FASTGEN_WEIGHTS FASTGEN_ADD
     FASTGEN_ROWS(1) FASTGEN_ADD
@@ -171,7 +170,7 @@ FASTGEN_TARGET bool has_nan(const float* from, int64_t count) {
   return false;
 }
 
-// One result, in float32.
+// Computes one result, in float32.
 FASTGEN_TARGET float dot_product(const Operands& p, int64_t row, int64_t output) {
   const float *x = p.x + row * p.x_stride, *weight = p.weight + output * p.weight_stride;
   __m512 sums = _mm512_setzero_ps();
@@ -182,7 +181,7 @@ FASTGEN_TARGET float dot_product(const Operands& p, int64_t row, int64_t output)
   return _mm512_reduce_add_ps(sums) + (p.bias ? p.bias[output] : 0.0f);
 }
 
-// Those of 16 results of a row that are not finite, again. With NaN in the row all are NaN, as they should be.
+// Recomputes those of 16 results of a row that are not finite. If the row has NaN, all are NaN, as they should be.
 FASTGEN_TARGET void repeat(const Operands& p, int64_t row, int64_t output, __mmask16 which) {
   if (has_nan(p.x + row * p.x_stride, p.inputs)) return;
   for (int64_t n = 0; n < kAmxRows; ++n) {
@@ -190,7 +189,7 @@ FASTGEN_TARGET void repeat(const Operands& p, int64_t row, int64_t output, __mma
   }
 }
 
-// Sums of 32 rows and of some pairs of outputs, to the result: row by row, since rows lie far from each other.
+// Writes the sums of 32 rows and some pairs of outputs to the result: row by row, because rows are far apart.
 FASTGEN_TARGET void finish(const Operands& p, const float* sums, int64_t row, int64_t output, int64_t outputs) {
   const __m512 largest = _mm512_set1_ps(std::numeric_limits<float>::max());
   const int64_t end = std::min(output + outputs, p.outputs);
@@ -213,7 +212,7 @@ FASTGEN_TARGET void finish(const Operands& p, const float* sums, int64_t row, in
   }
 }
 
-// All steps of a block of rows with pairs of outputs from `begin` to `end`.
+// Multiplies all steps of a block of rows with pairs of outputs from `begin` to `end`.
 FASTGEN_TARGET void multiply_block(const Operands& p, int64_t row, int64_t pairs, int64_t begin, int64_t end) {
   const int64_t tiles = std::min(2 * pairs, quotient(p.rows - row, kAmxRows)), most = std::min(kSteps, steps_of(p));
   const bool is_in_one_go = most == steps_of(p);
@@ -246,7 +245,7 @@ FASTGEN_TARGET void multiply_block(const Operands& p, int64_t row, int64_t pairs
   }
 }
 
-// All of it: threads share out blocks of rows with pairs of outputs, one block after the other.
+// Multiplies everything: threads share blocks of rows with pairs of outputs, one block after the other.
 void multiply_all(const Operands& p) {
   const int64_t pairs = quotient(p.rows, kPair), blocks = quotient(pairs, kPairs), outputs = quotient(p.outputs, kPair);
   const int64_t at_once = steps_of(p) <= kSteps ? outputs : kOutputPairs;

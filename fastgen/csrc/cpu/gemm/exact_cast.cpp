@@ -1,4 +1,4 @@
-// Numbers of float32 in 16 bits, where each of them is such a number. The schema is defined in fastgen/ops/exact_cast.py.
+// Casts float32 to 16 bits, if no number changes. The schema is defined in fastgen/ops/exact_cast.py.
 #include "../floats.h"
 #include "../operator.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 using namespace fastgen;
 
-// Both say whether all of the numbers have stayed what they are, bit by bit. Without branches: loops become vectors.
+// Both return whether all numbers are unchanged, bit by bit. Without branches, so that the loops vectorise.
 bool cast_to_bfloat16(const float* from, int64_t count, uint16_t* to) {
   uint32_t lost = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -28,7 +28,7 @@ bool cast_to_float16(const float* from, int64_t count, uint16_t* to) {
   return lost == 0;
 }
 
-// Writes the numbers of x to `out` until one is found that is none of its type; whether there was none.
+// Casts the numbers of x to `out` until one would change; returns whether none did.
 bool exact_cast_out(Tensor out, Tensor x) {
   Arguments("narrow").writes(out).reads(x);
   const ScalarType type = out.scalar_type();

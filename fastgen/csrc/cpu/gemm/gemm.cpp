@@ -1,10 +1,10 @@
 // GEMM in float32 on the unpacked weight. The schemas are defined in fastgen/ops/linear/kernels.py.
 //
-// Of a weight whose inputs are next to each other, the rows of x are packed, of which there are fewer numbers: some of them
-// side by side in a vector, which is multiplied with one element of a row of the weight after the other. With many rows, and
-// of a weight whose outputs are next to each other, a piece of a panel at a time is packed in the cache and multiplied from
-// there, while the next piece is prefetched (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM
-// TOMS 2008). Either way an output is summed in the same order: the result has the same bits.
+// If a weight's inputs are contiguous, the rows of x are packed, which are smaller: several rows side by side in a
+// vector, which is multiplied by one element of a weight row after the other. With many rows, and if a weight's outputs
+// are contiguous, a piece of a panel at a time is packed in the cache and multiplied from there, while the next piece
+// is prefetched (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008). Either way
+// an output is summed in the same order: the result has the same bits.
 #include "../isa.h"
 #include "operands.h"
 
@@ -17,17 +17,17 @@ using namespace fastgen;
 using Operands = fastgen::Operands<float>;
 
 constexpr int64_t kLine = 16;  // floats of a cache line
-// From so many rows on, packing pieces of the weight takes less time than packing the rows. So many rows at most are
+// From kManyRows rows on, packing pieces of the weight takes less time than packing the rows. At most kMostRows are
 // multiplied with a piece at a time: their results stay in the cache.
 constexpr int64_t kManyRows = 129, kMostRows = 1024;
 
-// [inputs, outputs] of a weight, wherever it lies: the first of it, and how far apart two of its inputs and outputs are.
+// [inputs, outputs] of a weight with any strides: its first element, and the strides of outputs and inputs.
 struct Piece {
   const float* first;
   int64_t output, input;
 };
 
-// The cache lines of a piece in the order in which they are prefetched: for input k, some of `line` floats apart, from
+// The cache lines of a piece in the order of prefetching: for input k, lines that are `line` floats apart, from
 // first + k / kLine * group + k % kLine * input on.
 struct Lines {
   const float* first;
@@ -38,7 +38,7 @@ struct Kernel {
   int64_t panel;  // outputs of a panel
   void (*multiply)(const float*, int64_t, int64_t, const float*, int64_t, const float*, float*, int64_t, const Piece&);
   void (*pack_piece)(const Piece&, int64_t valid, int64_t depth, int64_t width, float* to);
-  int64_t width;  // outputs that `multiply_rows` is given are a multiple of it, but for the last ones
+  int64_t width;  // `multiply_rows` gets a multiple of this many outputs, except for the last ones
   int64_t (*floats_of_rows)(int64_t rows, int64_t inputs);
   void (*pack_rows)(const float*, int64_t, int64_t, int64_t, float*);
   void (*multiply_rows)(const Operands& product, int64_t begin, int64_t end);
@@ -49,20 +49,20 @@ struct Kernel {
 
 Kernel kernel() { return FASTGEN_CHOOSE(kKernel); }
 
-// A product that is multiplied panel by panel.
+// A GEMM that is computed panel by panel.
 class PanelProduct {
  public:
   PanelProduct(const Operands& operands, int64_t width)
       : operands_(operands), width_(width), multiply_(kernel().multiply) {}
 
-  // What a thread needs of its own: of a panel, what its sums are added to, and what does not fit into the result.
+  // A thread's own memory for a panel: the initial values of its sums, and the results that do not fit into y.
   struct Scratch {
     std::vector<float> start, rest;
   };
 
   int64_t valid(int64_t panel) const { return std::min(width_, operands_.outputs - panel * width_); }
 
-  // `some` rows from `row` on times `depth` inputs from `k` on of a panel, added to what the inputs before gave.
+  // Multiplies `some` rows from `row` on with `depth` inputs from `k` on of a panel, and adds to the sums so far.
   void multiply(int64_t panel, int64_t row, int64_t some, int64_t k, int64_t depth, const float* weight,
                 const Piece& after, Scratch& scratch) const {
     const Operands& own = operands_;
@@ -77,7 +77,7 @@ class PanelProduct {
       multiply_(source, own.x_stride, some, weight, depth, first, target, own.outputs, after);
       return;
     }
-    // The last panel is wider than what is left of the result.
+    // The last panel is wider than the rest of the result.
     scratch.rest.resize(some * width_);
     multiply_(source, own.x_stride, some, weight, depth, first, scratch.rest.data(), width_, {weight, 1, width_});
     if (k + depth < own.inputs) return;
@@ -90,7 +90,7 @@ class PanelProduct {
   decltype(Kernel::multiply) multiply_;
 };
 
-// Panels of an unpacked weight, packed piece by piece: each piece once for many rows.
+// Multiplies with panels of an unpacked weight, packed piece by piece: each piece once for many rows.
 void multiply_pieces(const Operands& operands, int64_t input_stride) {
   const Kernel kernel = ::kernel();
   const int64_t rows = operands.rows, inputs = operands.inputs, width = kernel.panel;
@@ -103,8 +103,8 @@ void multiply_pieces(const Operands& operands, int64_t input_stride) {
   parallel_for(0, quotient(operands.outputs, width), 1, [&](int64_t begin, int64_t end) {
     PanelProduct::Scratch scratch;
     const Aligned<float> packed(kDepth * width);
-    // The same inputs of all panels, and then those behind them: of a weight that is stored by inputs, memory is read in
-    // the order in which it lies.
+    // The same inputs of all panels, and then the following ones: reads a weight that is stored by inputs in memory
+    // order.
     const int64_t panels = end - begin, pieces = panels * quotient(inputs, kDepth);
     const auto panel_of = [&](int64_t i) { return begin + i % panels; };
     const auto input_of = [&](int64_t i) { return i / panels * kDepth; };
@@ -120,8 +120,8 @@ void multiply_pieces(const Operands& operands, int64_t input_stride) {
   });
 }
 
-// Products of one x with rows of weights. The outputs of all of them together are shared out among the threads. Each thread
-// packs the rows of x for itself: to fetch what another one has just written takes several times as long.
+// Multiplies one x with the rows of several weights. The threads share all outputs together. Each packs the rows of x
+// for itself: reading what another thread has just written takes several times as long.
 void multiply_rows(const std::vector<Operands>& products) {
   const Kernel kernel = ::kernel();
   const Operands& any = products[0];

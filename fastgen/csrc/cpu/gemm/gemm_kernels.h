@@ -1,58 +1,59 @@
-// GEMM with the rows of a weight, for one instruction set. Compiled for each by each_isa.h, included by gemm.cpp.
-// No include guard: it is meant to be included several times.
+// GEMM with the rows of a weight, for one instruction set. gemm.cpp compiles it for each with each_isa.h, therefore
+// without an include guard.
 //
-// A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
-// it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
+// A vector holds several rows of one input: an element of the weight, broadcast and multiplied by this vector, is their
+// contribution. The weight is therefore not moved, and there are no horizontal sums.
 //
-// With one vector of rows, there would be more vectors to load than to multiply, and an AMD EPYC (Zen 5) loads no faster than
-// it multiplies. So four elements of some lines are loaded at a time, and spread over a vector by a unit that does not
-// multiply. On Intel's processors, the unit that spreads also multiplies. AMD's before Zen 5 multiply at half the speed.
+// With one vector of rows, there would be more loads than multiplications, and an AMD EPYC (Zen 5) loads no faster than
+// it multiplies. Four elements of some lines are therefore loaded at a time, and a unit that does not multiply
+// broadcasts them. On Intel's processors, the broadcasting unit also multiplies. AMD's before Zen 5 multiply at half
+// the speed.
 //
-// The last rows may be fewer than a vector has places: they have half a vector, if it holds them.
+// The last rows may be fewer than the lanes of a vector: they use half a vector, if they fit.
 
 #include "gemm_pieces.h"
 
-constexpr int64_t kOutputs = by_width(4, 4, 8);  // that are summed up at the same time; kWidth is a multiple of them
+constexpr int64_t kOutputs = by_width(4, 4, 8);  // summed at the same time; kWidth is a multiple of them
 constexpr int kRowVectors = by_width(2, 3, 3);   // of rows of a tile, at most: 3 or fewer
-constexpr int kHalfVector = by_width(0, 0, 8);   // floats of half a vector, where that takes half the time of a whole one
-constexpr int kSpreadRows = by_width(0, 0, 4);   // of the weight, of which four elements are loaded at a time
-constexpr int64_t kInputs = 4;                   // of a block of x, which are multiplied at a time
+constexpr int kHalfVector = by_width(0, 0, 8);   // floats of half a vector, if that takes half the time of a whole one
+constexpr int kSpreadRows = by_width(0, 0, 4);   // of the weight, loaded four elements at a time
+constexpr int64_t kInputs = 4;                   // of a block of x, multiplied at a time
 
 typedef float HalfVector __attribute__((vector_size(FASTGEN_WIDTH / 2 * sizeof(float)), aligned(sizeof(float))));
 
-// The vectors of a tile of rows: whole ones with a row in each place, and half of one.
+// The vectors of a tile of rows: whole ones with a row in each lane, and half of one.
 struct Shape {
   int whole, half;
-  // Rows, which lie next to each other for each input.
+  // Rows, which are adjacent for each input.
   constexpr int64_t rows() const { return kWidth * whole + kWidth / 2 * half; }
   constexpr int64_t block() const { return kInputs * rows(); }
 };
 
-// By halves of a vector that the rows fill.
+// By the number of half vectors that the rows fill.
 constexpr Shape kShapes[] = {{0, 1}, {1, 0}, {1, 1}, {2, 0}, {2, 1}, {3, 0}};
 
-// What is prefetched while input k is multiplied: the same place of the lines from `here`, of those from `there` once k
-// has come to `turn`; where it is null, nothing.
+// The prefetches while input k is multiplied: the same position of the lines from `here`, or from `there` once k has
+// reached `turn`; nothing if null.
 struct Ahead {
   const float *here, *there;
   int64_t turn;
 };
 
-// Some lines times a tile of rows. Of the last kSpread lines, the elements are loaded four at a time.
+// Some lines times a tile of rows. The elements of the last kSpread lines are loaded four at a time.
 template <int kWhole, int kHalf, int kLines, int kSpread>
 struct LineTile {
   static constexpr Shape kShape = {kWhole, kHalf};
   Vector whole[kLines][kWhole] = {};
   HalfVector half[kLines][kHalf] = {};
 
-  // From every fourth line on, so that addresses take few registers.
+  // Relative to every fourth line, so that addresses take few registers.
   static FASTGEN_INLINE const float* line(const float* lines, int64_t stride, int n) {
     return lines + n / 4 * 4 * stride + n % 4 * stride;
   }
 
   static constexpr bool is_spread(int n) { return n >= kLines - kSpread; }
 
-  // An input of all lines: number kInput of the four that lie in `fours_of`.
+  // Adds one input of all lines: number kInput of the four in `fours_of`.
   template <int kInput>
   FASTGEN_INLINE void add_one(const float* x, const float* lines, int64_t stride,
                                                                     const Vector* fours_of) {
@@ -81,7 +82,7 @@ struct LineTile {
     }
   }
 
-  // A block of x, of which `inputs` are there. The lines have kInputs, zeros behind those.
+  // Adds a block of x with `inputs` valid inputs. The lines have kInputs, padded with zeros.
   FASTGEN_INLINE void add(const float* x, const float* lines, int64_t stride,
                                                                 int64_t inputs) {
     static_assert(kInputs == 4);
@@ -96,7 +97,7 @@ struct LineTile {
     if (inputs > 3) add_one<3>(x, lines, stride, fours_of);
   }
 
-  // To y[kLines, rows], of which nothing is read where there is a `start` of each line.
+  // Adds to y[kLines, rows]; with a `start` for each line, overwrites y instead.
   FASTGEN_INLINE void add_to(float* y, const float* start) const {
 #pragma GCC unroll 8
     for (int n = 0; n < kLines; ++n, y += kShape.rows()) {
@@ -114,8 +115,8 @@ struct LineTile {
   }
 };
 
-// y[kLines, rows of the tile] = start (y itself if null) + kLines lines of the weight times x[blocks of depth]. The products
-// are summed among themselves first, in the order in which `tile` sums them: the result has the same bits.
+// y[kLines, rows of the tile] = start (y itself if null) + kLines lines of the weight times x[blocks of depth]. The
+// products are summed separately first, in the same order as in `tile`: the result has the same bits.
 template <int kWhole, int kHalf, int kLines, int kSpread>
 FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride, int64_t depth, const float* start,
                               float* y, const Ahead& ahead) {
@@ -147,14 +148,14 @@ constexpr std::array<AddLines, sizeof...(kNumbers)> make_add_lines(std::index_se
                      kShapes[kNumbers].whole == 1 ? kSpread : 0>...};
 }
 
-// For the shapes that there are registers for: of kOutputs lines, and of one.
+// For the shapes that fit the registers: of kOutputs lines, and of one.
 constexpr size_t kHalves = 2 * kRowVectors;
 constexpr auto kAddLines = make_add_lines<kOutputs, 0>(std::make_index_sequence<kHalves>());
 constexpr auto kAddSpread = make_add_lines<kOutputs, kSpreadRows>(std::make_index_sequence<kHalves>());
 constexpr auto kAddLine = make_add_lines<1, 0>(std::make_index_sequence<kHalves>());
 
-// Rows from `begin` to `end`: `x` floats of other rows are packed in front of them for each block of inputs, and the sums of
-// `above` other rows lie in front of theirs.
+// Rows from `begin` to `end`: `x` floats of other rows precede them in each packed block of inputs, and the sums of
+// `above` other rows precede theirs.
 struct RowTile {
   int64_t begin, end;
   Shape shape;
@@ -162,8 +163,8 @@ struct RowTile {
   int64_t x, above;
 };
 
-// Rows in tiles of nearly the same size. Of whole vectors the first tiles have more: with half of one more, the last tile is
-// not larger than any may be.
+// Divides rows into tiles of nearly the same size. The first tiles have more whole vectors, so that the last one does
+// not exceed the limit with its additional half.
 inline std::vector<RowTile> tiles_of(int64_t rows) {
   std::vector<RowTile> tiles;
   const int64_t rest = rows % kWidth, half = rest > 0 && rest <= kHalfVector ? 1 : 0;
@@ -189,7 +190,7 @@ inline int64_t floats_of_rows(int64_t rows, int64_t inputs) {
   return (last.x + last.shape.block()) * blocks_of(inputs);
 }
 
-// The rows of a tile: [inputs of a block, rows] of each block.
+// Packs the rows of a tile: [inputs of a block, rows] of each block.
 FASTGEN_TARGET inline void pack_tile(const RowTile& tile, const float* x, int64_t stride, int64_t inputs, float* to) {
   float block[kWidth * kWidth];
   for (int64_t row = tile.begin; row < tile.end; row += kWidth) {
@@ -216,11 +217,11 @@ inline void pack_rows(const float* x, int64_t stride, int64_t rows, int64_t inpu
   }
 }
 
-// What kWidth groups of kOutputs outputs of all rows add up to: of each tile, [kWidth, kOutputs, rows of the tile].
+// The sums of kWidth groups of kOutputs outputs of all rows: for each tile, [kWidth, kOutputs, rows of the tile].
 struct Sums {
   explicit Sums(int64_t rows)
       : tiles(tiles_of(rows)), numbers((tiles.back().above + tiles.back().shape.rows()) * kOutputs * kWidth) {}
-  int64_t stride(const RowTile& tile) const { return kOutputs * tile.shape.rows(); }  // from a group to the next one
+  int64_t stride(const RowTile& tile) const { return kOutputs * tile.shape.rows(); }  // from one group to the next
   float* of(const RowTile& tile, int64_t group) const {
     return numbers.data() + tile.above * kOutputs * kWidth + group * stride(tile);
   }
@@ -228,15 +229,15 @@ struct Sums {
   const Aligned<float> numbers;
 };
 
-// Outputs that are summed up at the same time: so many, `apart`, from `first` on.
+// Outputs that are summed at the same time: `count` of them, `apart`, from `first` on.
 struct Group {
   int64_t first, count, apart;
 };
 
-// All rows times the lines of a group, of kOutputs or one, as group `n` of the sums. The lines, kDepth inputs at a time,
-// stay in the first-level cache until all rows have been multiplied with them. What is used kDepth inputs later is
-// prefetched meanwhile, from the lines that follow in the end: so all of the weight is prefetched once, whatever the number of
-// rows, in the order of its use.
+// Multiplies all rows with the lines of a group, of kOutputs or one, as group `n` of the sums. The lines, kDepth inputs
+// at a time, stay in the first-level cache until all rows have been multiplied with them. Meanwhile the data kDepth
+// inputs later is prefetched, at the end from the following lines: all of the weight is prefetched once, for any number
+// of rows, in the order of its use.
 inline void add_group(const Operands& product, const Group& group, const Sums& sums, int64_t n) {
   const int64_t inputs = product.inputs, distance = std::min(kDepth, inputs), to_next = product.weight_stride - inputs;
   float start[kOutputs] = {};
@@ -256,7 +257,7 @@ inline void add_group(const Operands& product, const Group& group, const Sums& s
   }
 }
 
-// The sums of `some` groups, of which the first is this, to where they belong.
+// Writes the sums of `some` groups, the first of which is `group`, to the result.
 inline void put_sums(const Operands& product, const Group& group, int64_t some, const Sums& sums) {
   for (const RowTile& tile : sums.tiles) {
     for (int64_t i = 0; i < group.count; ++i) {
@@ -270,8 +271,8 @@ inline void put_sums(const Operands& product, const Group& group, int64_t some, 
   }
 }
 
-// All rows times the outputs from `begin` to `end`. Those that are summed up at the same time are far from each other, so
-// that the lines of each are a stream that the machine reads ahead by itself: lines side by side are read more slowly.
+// Multiplies all rows with the outputs from `begin` to `end`. The outputs summed at the same time are far apart, so
+// that the lines of each are a stream that the hardware prefetcher follows: adjacent lines are read more slowly.
 FASTGEN_TARGET inline void multiply_rows(const Operands& product, int64_t begin, int64_t end) {
   const Sums sums(product.rows);
   const int64_t apart = (end - begin) / kOutputs;

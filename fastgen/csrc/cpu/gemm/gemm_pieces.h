@@ -5,9 +5,9 @@ constexpr int kVectors = by_width(4, 2, 3);   // across a panel
 constexpr int kTileRows = by_width(4, 6, 8);  // kTileRows x kVectors sums stay in registers
 constexpr int64_t kPanel = kWidth * kVectors;  // outputs of a panel
 
-// y[kRows, kPanel] = first (one row for all; y itself if null) + x[kRows, depth] times panel[depth, kPanel]. The products
-// are summed among themselves first, so that the rounding of a long sum is that of its parts.
-// Meanwhile it prefetches what is used next: kLines cache lines for each input.
+// y[kRows, kPanel] = first (one row for all; y itself if null) + x[kRows, depth] times panel[depth, kPanel]. The
+// products are summed separately first, so that a long sum is rounded as its parts are. Meanwhile prefetches the next
+// data: kLines cache lines for each input.
 template <int kRows, int kLines>
 FASTGEN_TARGET void tile(const float* x, int64_t x_stride, const float* panel, int64_t depth, const float* first, float* y,
                          int64_t y_stride, const Lines& next) {
@@ -58,9 +58,9 @@ constexpr std::array<std::array<Tile, kTileRows>, 3> kTiles = {
     make_tiles<3>(std::make_index_sequence<kTileRows>()),
 };
 
-// What one of several tiles prefetches of a piece of a panel, `lines` cache lines for each input that it multiplies: together
-// they prefetch all of it, where they multiply kDepth inputs. A piece in which neither inputs nor outputs are next to each
-// other is not worth more: what is prefetched in vain costs little.
+// The lines that one of several tiles prefetches of a piece of a panel, `lines` cache lines for each input that it
+// multiplies: together the tiles prefetch all of it, if they multiply kDepth inputs. A piece with neither contiguous
+// inputs nor outputs deserves no special case: useless prefetches cost little.
 inline Lines lines_of(const Piece& piece, int64_t tile, int64_t lines) {
   const int64_t begin = std::min(tile * lines, kPanelLines - lines);
   if (piece.output == 1) {  // lines hold outputs
@@ -69,9 +69,9 @@ inline Lines lines_of(const Piece& piece, int64_t tile, int64_t lines) {
   return {piece.first + begin * kLine * piece.output, lines * piece.output, kLine, piece.output};  // inputs
 }
 
-// All rows times `depth` inputs of one panel; added to y where there is no bias. What is read of the panel in one go fits
-// into the cache next to the core, so that only one tile of rows gets it from farther away. While it is used, the tiles
-// together prefetch what comes after it: more of the panel, and in the end `after`.
+// Multiplies all rows with `depth` inputs of one panel; adds to y if there is no bias. The part of the panel that is
+// read at once fits into the first-level cache, so that only one tile of rows reads it from farther away. Meanwhile the
+// tiles together prefetch the following data: more of the panel, and at the end `after`.
 inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float* panel, int64_t depth, const float* bias,
                      float* y, int64_t y_stride, const Piece& after) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines = (kPanelLines + tiles - 1) / tiles;
@@ -87,7 +87,7 @@ inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float
   }
 }
 
-// Up to kWidth numbers. Whole vectors and halves, which are most, take a move each.
+// Copies up to kWidth numbers. Whole vectors and halves, the most common counts, take one move.
 FASTGEN_TARGET inline void copy(const float* from, int64_t count, float* to) {
   if (count == kWidth) {
     std::memcpy(to, from, kWidth * sizeof(float));
@@ -98,7 +98,7 @@ FASTGEN_TARGET inline void copy(const float* from, int64_t count, float* to) {
   }
 }
 
-// Some lines of as many columns, at most kWidth each, transposed: `wide` numbers of each column, zeros behind the
+// Transposes some lines of some columns, at most kWidth each, to `wide` numbers of each column, with zeros after the
 // last line.
 FASTGEN_TARGET inline void transpose(const float* from, int64_t stride, int64_t lines, int64_t columns, float* to,
                                      int64_t to_stride, int64_t wide) {
@@ -110,7 +110,7 @@ FASTGEN_TARGET inline void transpose(const float* from, int64_t stride, int64_t 
   for (int64_t i = 0; i < columns; ++i) copy(transposed + i * kWidth, wide, to + i * to_stride);
 }
 
-// A piece as the kernels take it, [depth, width], of which `valid` outputs are there; the others are zeros.
+// Packs a piece for the kernels, [depth, width], with `valid` outputs; the others are zeros.
 FASTGEN_TARGET inline void pack_piece(const Piece& piece, int64_t valid, int64_t depth, int64_t width, float* to) {
   constexpr int64_t kStep = kWidth;
   if (piece.input == 1) {
@@ -123,7 +123,7 @@ FASTGEN_TARGET inline void pack_piece(const Piece& piece, int64_t valid, int64_t
     }
     return;
   }
-  // As many inputs at a time as are next to each other in a cache line, should the outputs not be.
+  // If outputs are not contiguous, reads as many inputs at a time as a cache line has.
   for (int64_t k = 0; k < depth; k += kLine) {
     const int64_t last = piece.output == 1 ? k : std::min(k + kLine, depth);
     for (int64_t i = 0; i < valid; ++i) {

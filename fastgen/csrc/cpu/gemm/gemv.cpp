@@ -1,13 +1,13 @@
-// GEMV for the few rows of a decode step, on the unpacked weight, in float32, bfloat16 and float16. The schemas are defined in
-// fastgen/ops/linear/kernels.py.
+// GEMV for the few rows of a decode step, on the unpacked weight, in float32, bfloat16 and float16. The schemas are
+// defined in fastgen/ops/linear/kernels.py.
 //
-// An output is the dot product of a row with a row of the weight. With so few rows the product is bound by reading the
-// weight: each thread reads its part as a few streams far from each other, and the weight's rows of a few outputs stay in the
-// cache until all rows have been multiplied with them. What comes next is prefetched meanwhile, a share of it with every
-// few rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
-// the number of rows; but 8 to 16 rows of bfloat16 are multiplied in AMX tiles, in another order.
+// An output is the dot product of a row with a row of the weight. With so few rows, reading the weight is the
+// bottleneck: each thread reads its part as a few streams far apart, and the weight rows of a few outputs stay in the
+// cache until all rows have been multiplied with them. The next data is prefetched meanwhile, a share of it with every
+// few rows, so that memory and multipliers are busy at the same time. Sums are in float32, in one order for any number
+// of rows; but 8 to 16 rows of bfloat16 are multiplied in AMX tiles, in another order.
 //
-// Of a weight in float32 that is stored by inputs, multiples of its columns are added to the result instead.
+// For a float32 weight that is stored by inputs, multiples of its columns are added to the result instead.
 #include "../isa.h"
 #include "amx.h"
 #include "operands.h"
@@ -19,7 +19,7 @@ namespace {
 
 using namespace fastgen;
 
-// `prepare` is null where x is read as it is.
+// `prepare` is null if x is read unchanged.
 struct Kernel {
   void (*multiply)(const Operands<void>& operands, int64_t first, int64_t outputs);
   void (*prepare)(const uint16_t* x, int64_t inputs, float* to);
@@ -34,7 +34,7 @@ struct Kernel {
 #define FASTGEN_GEMV_AMX 1
 #endif
 
-// For so many rows of this type. Of the weight the inputs are next to each other, or the outputs, in float32.
+// Returns the kernel for this type and number of rows. The weight's inputs are contiguous, or its outputs, in float32.
 Kernel kernel(ScalarType type, bool by_outputs, int64_t rows) {
 #ifdef FASTGEN_HAS_BF16
   if (type == ScalarType::BFloat16 && has_avx512_bf16() && !instruction_set_is_given()) {
@@ -47,7 +47,7 @@ Kernel kernel(ScalarType type, bool by_outputs, int64_t rows) {
   return FASTGEN_CHOOSE(kernel(type, by_outputs));
 }
 
-// Whether not the inputs of a weight are next to each other, but its outputs.
+// Returns whether the outputs of a weight are contiguous, rather than its inputs.
 bool is_by_outputs(const Tensor& weight) {
   return weight.stride(1) != 1 && weight.stride(0) == 1 && weight.scalar_type() == ScalarType::Float;
 }
@@ -59,8 +59,8 @@ struct Work {
   Operands<void> operands;
 };
 
-// Products with the same x, one or more, all of which prepare it in the same way. The outputs of all together are
-// shared out among the threads.
+// Computes one or more GEMVs with the same x, all of which prepare it in the same way. The threads share all outputs
+// together.
 void multiply(const Tensor& x, std::vector<Work>& products) {
   int64_t outputs = 0;
   std::vector<int64_t> each;
@@ -75,7 +75,7 @@ void multiply(const Tensor& x, std::vector<Work>& products) {
     for (auto& [_, product] : products) product.x = prepared.data(), product.x_stride = inputs;
   }
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
-  // In pieces of whole groups of outputs (of the first product), one for each thread.
+  // Pieces of whole groups of outputs (of the first weight), one for each thread.
   constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
   const int64_t piece = std::max<int64_t>((outputs + threads * kWhole - 1) / (threads * kWhole) * kWhole, 2 * kWhole);
   parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
@@ -100,7 +100,7 @@ void gemv_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors bia
   if (!products.empty() && x.size(0) > 0) multiply(x, products);
 }
 
-// A row of a weight is prefetched while the one before it is multiplied.
+// Prefetches a weight row while the previous one is multiplied.
 void prefetch(const float* row, int64_t inputs) {
   constexpr int64_t kCacheLine = 64 / sizeof(float);
   for (int64_t i = 0; i < inputs; i += kCacheLine) __builtin_prefetch(row + i, 0, 3);

@@ -1,5 +1,5 @@
-// Rows and a weight in bfloat16, in AMX tiles. A register takes 16 lines of the weight from where they
-// are, 32 inputs at a time, and another one the same inputs of all rows, in pairs. Included by gemv.cpp.
+// Multiplies rows and a weight in bfloat16, in AMX tiles. A tile loads 16 lines of the unpacked weight, 32 inputs at a
+// time, and another one the same inputs of all rows, in pairs. Included by gemv.cpp.
 
 namespace amx {
 
@@ -8,14 +8,14 @@ using fastgen::kAmxBytes;
 using fastgen::kAmxLine;
 using fastgen::kAmxRows;
 
-constexpr int64_t kInputs = 32;  // of a register
-// With fewer rows, dot products take less.
+constexpr int64_t kInputs = 32;  // of a tile
+// With fewer rows, dot products take less time.
 constexpr int64_t kMinRows = 8, kMaxRows = kAmxRows;
 
 #define FASTGEN_TARGET \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
 
-// Some inputs of lines that are `stride` apart, as a register takes them; zero behind the last line and the last input.
+// Copies some inputs of lines that are `stride` apart to a tile's layout; zeros after the last line and the last input.
 FASTGEN_TARGET inline void copy(const uint16_t* from, int64_t stride, int64_t lines, int64_t inputs, char* to) {
   for (int64_t i = 0; i < kAmxRows; ++i) {
     const __m512i line =
@@ -24,7 +24,7 @@ FASTGEN_TARGET inline void copy(const uint16_t* from, int64_t stride, int64_t li
   }
 }
 
-// The rows, [steps][16 pairs of inputs][16 rows], in memory that the thread keeps.
+// Returns the rows, [steps][16 pairs of inputs][16 rows], in the thread's scratch memory.
 FASTGEN_TARGET inline const char* transposed(const Operands<void>& a) {
   const int64_t steps = fastgen::quotient(a.inputs, kInputs);
   char* rows = fastgen::scratch(steps * kAmxBytes);
@@ -36,8 +36,8 @@ FASTGEN_TARGET inline const char* transposed(const Operands<void>& a) {
   return rows;
 }
 
-// The sums of 16 outputs with all rows, to the results of those that there are. Like the sums themselves, results that are
-// too small to be normal are zero.
+// Writes the sums of 16 outputs with all rows to the valid results. Like the sums themselves, denormal results are
+// zero.
 FASTGEN_TARGET inline void finish(const Operands<void>& a, const float* sums, int64_t output, int64_t outputs) {
   alignas(64) float lines[kAmxBytes / sizeof(float)];
   fastgen::transpose16(sums, kAmxRows, lines, kAmxRows);
@@ -54,8 +54,8 @@ FASTGEN_TARGET inline void finish(const Operands<void>& a, const float* sums, in
   }
 }
 
-// Outputs from `first` on, of all rows. The lines of the next 16 outputs are prefetched meanwhile, if they are what the
-// memory has next.
+// Multiplies outputs from `first` on, for all rows. Meanwhile prefetches the lines of the next 16 outputs, if they are
+// next in memory.
 FASTGEN_TARGET inline void multiply(const Operands<void>& a, int64_t first, int64_t count) {
   const char* rows = transposed(a);
   const int64_t whole = a.inputs / kInputs, rest = a.inputs % kInputs, stride = a.weight_stride * 2;
@@ -67,7 +67,7 @@ FASTGEN_TARGET inline void multiply(const Operands<void>& a, int64_t first, int6
     const char* weight = static_cast<const char*>(a.weight) + output * stride;
     const char* next = weight + kAmxRows * stride;
     const bool has_next = output + 2 * kAmxRows <= a.outputs && a.weight_stride == a.inputs;
-    __asm__ volatile("" : : : "memory");  // the intrinsics do not tell the compiler of all that they read
+    __asm__ volatile("" : : : "memory");  // the intrinsics do not declare all that they read
     _tile_zero(0);
     for (int64_t s = 0; s < whole; ++s) {
       if (lines == kAmxRows) {

@@ -1,8 +1,8 @@
-// GEMV on a weight in float32 that is stored by inputs: multiples of its columns are added to the result. Included by
+// GEMV on a float32 weight that is stored by inputs: adds multiples of its columns to the result. Included by
 // gemv_kernels.h. No include guard: it is meant to be included several times.
 
-// Of a weight of which the outputs are next to each other, in float32: kLines lines times kVectors vectors of outputs from
-// `output` on, added to the sums of all rows, whose lines are `stride` apart. `factors`, [rows, kLines], are of x.
+// For a float32 weight with contiguous outputs: adds kLines lines times kVectors vectors of outputs from `output` on to
+// the sums of all rows, whose lines are `stride` apart. `factors`, [rows, kLines], are from x.
 template <int kVectors, int kLines>
 FASTGEN_INLINE void add_multiples(const float* lines, int64_t line_stride, int64_t output, const float* factors,
                                   int64_t rows, float* sums, int64_t stride) {
@@ -31,7 +31,8 @@ FASTGEN_INLINE void add_multiples(const float* lines, int64_t line_stride, int64
   }
 }
 
-// All rows times `width` outputs from `begin` on, to `sums`, whose lines are `stride` apart. `factors` is memory to work in.
+// Multiplies all rows with `width` outputs from `begin` on, to `sums`, whose lines are `stride` apart. `factors` is
+// scratch memory.
 template <int kVectors, int kLines>
 FASTGEN_TARGET void sum_multiples(const Operands<void>& given, const float* x, int64_t rows, int64_t begin, int64_t width,
                                   float* factors, float* sums, int64_t stride) {
@@ -50,7 +51,7 @@ FASTGEN_TARGET void sum_multiples(const Operands<void>& given, const float* x, i
     }
     if (o < whole) add_multiples<1, kLines>(lines, given.weight_stride, o, factors, rows, sums, stride);
   }
-  // What is left: the outputs behind the last vector, and all outputs of the inputs behind the last kLines.
+  // The rest: the outputs after the last vector, and all outputs of the inputs after the last kLines.
   for (int64_t k = 0; k < given.inputs; ++k) {
     const float* line = weight + k * given.weight_stride;
     for (int64_t r = 0; r < rows; ++r) {
@@ -60,13 +61,13 @@ FASTGEN_TARGET void sum_multiples(const Operands<void>& given, const float* x, i
   }
 }
 
-// All rows times such a weight. A part of the result grows in memory of its own: lines of a result and of x are often
-// multiples of 4,096 bytes apart, and of these the first-level cache holds as many as it has ways, which may be fewer than
-// the rows.
+// Multiplies all rows with such a weight. A part of the result is summed in separate memory: lines of a result and of x
+// are often multiples of 4,096 bytes apart, and the first-level cache holds only as many of these as it has ways, which
+// may be fewer than the rows.
 inline FASTGEN_TARGET void add_columns(const Operands<void>& given, int64_t first, int64_t some) {
   constexpr int64_t kLines = 8, kRows = 24;
-  constexpr int kVectors = FASTGEN_WIDTH == 16 ? 2 : 1;  // there are registers for
-  // Outputs of a part: half of them with more rows, so that their sums stay in the cache. kSpare lies between two rows.
+  constexpr int kVectors = FASTGEN_WIDTH == 16 ? 2 : 1;  // that fit the registers
+  // Outputs of a part: half as many with more rows, so that their sums stay in the cache. kSpare separates two rows.
   constexpr int64_t kMost = 512, kSpare = 16;
   const int64_t part = given.rows > 16 ? kMost / 2 : kMost, stride = part + kSpare;
   alignas(64) float sums[kRows * (kMost + kSpare)], factors[kRows * kLines];

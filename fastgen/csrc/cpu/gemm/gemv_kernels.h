@@ -1,16 +1,17 @@
-// GEMV: dot products with the rows of a weight, for one instruction set. Compiled for each by each_isa.h, included by gemv.cpp.
-// No include guard: it is meant to be included several times.
+// GEMV: dot products with the rows of a weight, for one instruction set. gemv.cpp compiles it for each with each_isa.h,
+// therefore without an include guard.
 
-// A type of numbers: how a vector of them is multiplied. `Number` is that of the weight, `Result` that of the result
-// and the bias. `Input` is what the kernels read of x: such a result, or what `prepare` has made of one. `kStep` inputs
-// are multiplied at a time.
+// A type of numbers, with its vector multiplication. `Number` is the weight's type, `Result` that of the result and the
+// bias. `Input` is what the kernels read of x: a `Result`, or the output of `prepare` for it. `kStep` inputs are
+// multiplied at a time.
 struct Float32 {
   using Number = float;
   using Result = float;
   using Input = float;
   using Values = Vector;  // kStep inputs of a row
   static constexpr int64_t kStep = kWidth;
-  // That are multiplied at the same time with kOutputs outputs, and with kTallOutputs (multiply), as there are registers for.
+  // Rows multiplied at the same time with kOutputs outputs, and with kTallOutputs (multiply), as many as fit the
+  // registers.
   static constexpr int kRows = by_width(4, 4, 6), kTallRows = by_width(4, 4, 9);
   static FASTGEN_INLINE float upcast(float number) { return number; }
   static FASTGEN_INLINE float downcast(float number) { return number; }
@@ -19,7 +20,7 @@ struct Float32 {
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) { sums += x * weight; }
 };
 
-// Numbers of 16 bits that are multiplied as float32: those of a weight are upcast in the registers, x before.
+// 16-bit numbers that are multiplied as float32: those of a weight are upcast in the registers, x before.
 struct Upcast {
   using Number = uint16_t;
   using Result = uint16_t;
@@ -56,8 +57,8 @@ struct BFloat16 {
 
 #else
 
-// Two of them lie in the place of a float. The first becomes one when it is shifted, the second when the first is
-// cleared; of x, the first of all pairs lie in one vector, the second in another.
+// Two of them are in one lane. Shifting upcasts the first, clearing the first upcasts the second; in x, the first of
+// all pairs are in one vector, the second in another.
 struct BFloat16 : Upcast {
   static FASTGEN_INLINE float upcast(float number) { return number; }
   static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::to_float(number); }
@@ -92,7 +93,7 @@ struct Float16 : Upcast {
   }
 };
 
-// x in float32, in the order in which the numbers of a weight of this type are upcast.
+// Upcasts x to float32, in the order in which the numbers of a weight of this type are upcast.
 template <class Type>
 FASTGEN_TARGET void prepare(const uint16_t* x, int64_t inputs, float* to) {
   const int64_t whole = inputs / Type::kStep * Type::kStep;
@@ -106,7 +107,7 @@ struct Lanes {
   typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
 };
 
-// Halves are added until one is left.
+// Adds halves until one number is left.
 template <int kLanes>
 FASTGEN_INLINE float total(const typename Lanes<kLanes>::Vector& sums) {
   if constexpr (kLanes == 4) {
@@ -118,11 +119,11 @@ FASTGEN_INLINE float total(const typename Lanes<kLanes>::Vector& sums) {
   }
 }
 
-// `total` of each of some sums. With few inputs this takes as long as all of the multiplications, one sum after the other.
+// Computes `total` of several sums. With few inputs, one sum after the other would take as long as all multiplications.
 template <int kCount>
 FASTGEN_INLINE void totals(const Vector* sums, float* to) {
 #if FASTGEN_WIDTH == 16
-  // Of 16 sums at a time, halves are put next to each other and added: the same additions.
+  // For 16 sums at a time, puts halves next to each other and adds them: the same additions.
 #pragma GCC unroll 2
   for (int first = 0; first < kCount; first += 16) {
     __m512 some[16];
@@ -156,9 +157,9 @@ FASTGEN_INLINE void totals(const Vector* sums, float* to) {
 #endif
 }
 
-// What the kernels multiply: `x` and `y` are of some rows, `weight` and `bias` of some outputs. Outputs that are summed up
-// at the same time are `apart`: each has lines of its own, which follow one another. So the machine sees as many streams,
-// each in other pages, and what it reads ahead by itself is what comes next. Lines side by side are read more slowly.
+// The operands of the kernels: `x` and `y` for some rows, `weight` and `bias` for some outputs. Outputs that are summed
+// at the same time are `apart`: each has its own consecutive lines. The processor therefore sees as many streams, each
+// in different pages, and its prefetcher reads the next data. Adjacent lines are read more slowly.
 template <class Type>
 struct Product {
   const typename Type::Input* x;
@@ -166,7 +167,7 @@ struct Product {
   const typename Type::Result* bias;
   typename Type::Result* y;
   int64_t x_stride, weight_stride, y_stride, inputs, apart;
-  bool is_near;  // how what comes next is prefetched (add_part)
+  bool is_near;  // how the next data is prefetched (add_part)
 };
 
 // The inputs that are multiplied before the next ones: their part of the lines stays in the first-level cache.
@@ -174,19 +175,20 @@ struct Part {
   int64_t begin, end;
 };
 
-// One of the `turns` in which a part of the inputs is multiplied: each takes some of the rows. `next` is where the lines go
-// on behind the part.
+// One of the `turns` of multiplying a part of the inputs: each covers some of the rows. `next` is where the lines
+// continue after the part.
 template <class Type>
 struct Turn {
   const typename Type::Number* next;
   int64_t turn, turns;
 };
 
-// Bytes of a line that are prefetched ahead of what is multiplied: in the first-level cache, and in the second-level cache,
-// which then has them in time for the first (add_part).
+// Prefetch distance in bytes along a line: into the first-level cache, and into the second-level cache, which then has
+// the data in time for the first (add_part).
 constexpr int64_t kNear = 256, kFar = 3072;
 
-// Of kOutputs places that are `apart`, every `turns`-th one from number `turn` on. kLevels: how near the cache is, up to 3.
+// Prefetches every `turns`-th of kOutputs addresses that are `apart`, from number `turn` on. kLevels: how near the
+// cache is, up to 3.
 template <int kLevels, int kOutputs, class Number>
 FASTGEN_INLINE void prefetch(const Number* first, int64_t apart, int64_t turn, int64_t turns) {
   if (turns == 1) {
@@ -197,16 +199,16 @@ FASTGEN_INLINE void prefetch(const Number* first, int64_t apart, int64_t turn, i
   }
 }
 
-// A part of the inputs of kRows rows and kOutputs outputs, added to `sums`. Meanwhile what comes next is prefetched: the
-// weight is one stream, but the machine cannot know that by itself. With kIsNear that is a short way ahead, and for more
-// than three rows, of which each turn prefetches its share, a long way. Otherwise it is the next part of the lines.
+// Adds a part of the inputs of kRows rows and kOutputs outputs to `sums`. Meanwhile prefetches the next data: the
+// weight is one stream, which the processor cannot know. With kIsNear it prefetches a short distance ahead and, for
+// more than three rows, each turn's share a long distance ahead. Otherwise it prefetches the next part of the lines.
 template <class Type, int kRows, int kOutputs, bool kIsNear>
 FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t output, Part part, Vector* sums,
                              const Turn<Type>& turn) {
   const typename Type::Input* x = product.x + row * product.x_stride;
   const typename Type::Number* weight = product.weight + output * product.weight_stride;
   const int64_t apart = product.apart * product.weight_stride;
-  const int64_t turns = kRows > Type::kRows ? 1 : turn.turns;  // the compiler knows it where registers are few
+  const int64_t turns = kRows > Type::kRows ? 1 : turn.turns;  // a compile-time constant if registers are few
   Vector kept[kOutputs * kRows];
 #pragma GCC unroll 32
   for (int i = 0; i < kOutputs * kRows; ++i) kept[i] = part.begin == 0 ? Vector{} : sums[i];
@@ -232,15 +234,15 @@ FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t 
   for (int i = 0; i < kOutputs * kRows; ++i) sums[i] = kept[i];
 }
 
-// A sum with the products of the inputs behind the last whole step. A function of its own: whatever a compiler makes of
-// the loop, sums with a weight of 16 bits are those with a weight in float32.
+// Adds the products of the inputs after the last whole step to a sum. A separate function, so that any compiler
+// computes sums with a 16-bit weight exactly as those with a float32 weight.
 inline FASTGEN_TARGET __attribute__((noinline)) float with_rest(float sum, const float* line, const float* x,
                                                                 int64_t count) {
   for (int64_t k = 0; k < count; ++k) sum += line[k] * x[k];
   return sum;
 }
 
-// y[r][o] from the sums of all whole steps.
+// Computes y[r][o] from the sums of all whole steps.
 template <class Type, int kRows, int kOutputs>
 FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t output, int64_t whole,
                            const Vector* sums) {
@@ -272,7 +274,7 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
   }
 }
 
-// `add_part` and `finish` in one, where all inputs are one part: the sums stay in registers.
+// `add_part` and `finish` in one, if all inputs are one part: the sums stay in registers.
 template <class Type, int kRows, int kOutputs, bool kIsNear>
 FASTGEN_TARGET __attribute__((flatten)) void at_once(const Product<Type>& product, int64_t row, int64_t output,
                                                      Part part, const Turn<Type>& turn) {
@@ -281,7 +283,7 @@ FASTGEN_TARGET __attribute__((flatten)) void at_once(const Product<Type>& produc
   finish<Type, kRows, kOutputs>(product, row, output, part.end, sums);
 }
 
-// The functions above for one number of rows. Where there are two, the second one prefetches what is near.
+// The functions above for one number of rows. The second of two prefetches nearby.
 template <class Type>
 struct Tile {
   void (*at_once[2])(const Product<Type>&, int64_t, int64_t, Part, const Turn<Type>&);
@@ -300,19 +302,19 @@ constexpr std::array<Tile<Type>, sizeof...(kMore)> make_tiles(std::index_sequenc
   return {kTile<Type, kFewest + static_cast<int>(kMore), kOutputs>...};
 }
 
-// Rows whose sums are kept from one part of the inputs to the next, and bytes of a line in such a part: the parts of all
-// kOutputs lines, and of the lines that are prefetched meanwhile, fit into the first-level cache.
+// Rows whose sums are kept from one part of the inputs to the next, and bytes of a line in such a part: the parts of
+// all kOutputs lines, and of the prefetched lines, fit into the first-level cache.
 constexpr int64_t kRowsAtOnce = 24;
 constexpr int64_t kPartBytes = 3072;
 
-// All rows times kOutputs outputs, in turns of kFewest to kMost rows. The following lines come next.
+// Multiplies all rows with kOutputs outputs, in turns of kFewest to kMost rows. The following lines come next.
 template <class Type, int kOutputs, int kFewest, int kMost>
 FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t output) {
   static constexpr auto kTiles =
       make_tiles<Type, kOutputs, kFewest>(std::make_index_sequence<kMost - kFewest + 1>());
   const int64_t steps = product.inputs / Type::kStep, whole = steps * Type::kStep;
   const int64_t bytes = whole * static_cast<int64_t>(sizeof(typename Type::Number));
-  // A single row is through with a line when it has been multiplied once.
+  // A single row needs each line only once.
   const int64_t parts = kMost == 1 ? 1 : std::max<int64_t>((bytes + kPartBytes - 1) / kPartBytes, 1);
   const int64_t depth = (steps + parts - 1) / parts * Type::kStep;
   const typename Type::Number* lines = product.weight + output * product.weight_stride;
@@ -341,7 +343,7 @@ FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t ou
   }
 }
 
-// All outputs of groups of kOutputs; how many they are.
+// Computes all outputs in groups of kOutputs; returns their number.
 template <class Type, int kOutputs, int kFewest, int kMost>
 FASTGEN_TARGET int64_t groups(Product<Type>& product, int64_t rows, int64_t outputs) {
   product.apart = outputs / kOutputs;
@@ -365,7 +367,7 @@ FASTGEN_TARGET void multiply(const Operands<void>& given, int64_t first, int64_t
                         fastgen::prefetches_nearby()};
   constexpr int kOutputs = by_width(3, 3, 4), kTallOutputs = 3;
   int64_t done = 0;
-  if (given.rows == 1) {  // there are registers for more outputs
+  if (given.rows == 1) {  // the registers allow more outputs
     done = groups<Type, 8, 1, 1>(product, 1, some);
   } else if (given.rows <= Type::kRows || given.rows > Type::kTallRows) {
     done = groups<Type, kOutputs, 1, Type::kRows>(product, given.rows, some);

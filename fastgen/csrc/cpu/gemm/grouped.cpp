@@ -6,7 +6,7 @@ namespace {
 
 using namespace fastgen;
 
-// What is put together of the tensors of a packed weight, with its checks.
+// Checks the tensors of a packed weight, and combines them.
 Weight checked(const Tensor& qweight, const Tensor& scales, const std::optional<Tensor>& zeros,
                const std::optional<Tensor>& mins, int64_t inputs, int64_t outputs, int64_t bits, int64_t group_size) {
   STD_TORCH_CHECK(are_bits(bits) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup &&
@@ -15,7 +15,7 @@ Weight checked(const Tensor& qweight, const Tensor& scales, const std::optional<
                   " inputs: in eights, of 5 bits in 32s and of 6 bits in 16s");
   const int64_t groups = quotient(inputs, group_size), panels = quotient(outputs, kPanel);
   const int64_t factors_count = product_of("grouped_linear", panels, groups, kPanel);
-  product_of("grouped_linear", factors_count, group_size);  // of which a packed weight has at most as many bytes
+  product_of("grouped_linear", factors_count, group_size);  // an upper bound of the packed weight's bytes
   const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
   const ScalarType type = scales.scalar_type();
   const bool in_blocks = type == ScalarType::Byte;
@@ -58,7 +58,7 @@ const int64_t* checked_order(const Tensor& x, const std::optional<Tensor>& order
   return from;
 }
 
-// Products with the same x and the same groups.
+// GEMMs with the same x and the same groups.
 struct Products {
   Rows x;
   std::vector<Product> each;
@@ -88,7 +88,7 @@ Products products_of(const Tensors& results, const Tensor& x, const Tensors& qwe
   return products;
 }
 
-// Where the memory of tensors begins.
+// The addresses of tensors.
 using Places = std::vector<const void*>;
 
 void add_place(Places& to, const Tensor& tensor) { to.push_back(tensor.const_data_ptr()); }
@@ -122,7 +122,7 @@ void grouped_linear_batch_out(Tensors results, Tensor x, Tensors qweights, Tenso
   };
   if (!plan_is_open()) return run(made());
   const auto places = [=] { return places_of(results, x, qweights, scales, zeros, mins, biases); };
-  // What is where is found out once, and again when memory has moved. The numbers of an order are checked each time.
+  // Resolves addresses once, and again after memory has moved. Checks the values of an order each time.
   const bool is_ordered = order.has_value();
   add_to_plan([made, run, places, is_ordered, products = made(), known = places()]() mutable {
     if (is_ordered || places() != known) products = made(), known = places();
@@ -145,7 +145,7 @@ Tensor grouped_linear(Tensor x, Tensor qweight, Tensor scales, std::optional<Ten
   return y;
 }
 
-// Rows of a weight, [n, inputs] in the type of `like`: those that `which`, [n] int64, names.
+// Returns rows of a weight, [n, inputs] in the type of `like`: those that `which`, [n] int64, names.
 Tensor grouped_rows(Tensor like, Tensor which, Tensor qweight, Tensor scales, std::optional<Tensor> zeros,
                     std::optional<Tensor> mins, int64_t outputs, int64_t inputs, int64_t bits, int64_t group_size) {
   Arguments("grouped_rows").reads(like, which, qweight, scales, zeros, mins);

@@ -1,10 +1,10 @@
-// Products of rows that are quantised to 8 bits with weights in groups.
+// GEMM of rows that are quantised to 8 bits with weights in groups.
 //
-// A weight is stored in panels of 32 outputs. A line of a panel holds four inputs of each of its outputs, a byte each, or
-// eight, four bits each: so the instructions that multiply bytes (AVX-512 VNNI and the like) add up as many outputs as a
-// vector has lanes, and nothing is added across lanes. Inputs are quantised row by row and group by group, so the
+// A weight is stored in panels of 32 outputs. A line of a panel holds four inputs of each of its outputs, a byte each,
+// or eight, four bits each: the instructions that multiply bytes (AVX-512 VNNI and the like) then sum as many outputs
+// as a vector has lanes, without horizontal sums. Inputs are quantised row by row and group by group, so that the
 // result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
-// are added in float32, in their order. Many rows are multiplied in AMX tiles, with the same result.
+// are added in float32, in order. Many rows are multiplied in AMX tiles, with the same result.
 #include "amx.h"
 #include "packed.h"
 
@@ -14,23 +14,23 @@ namespace {
 
 using namespace fastgen;
 
-// Rows in bytes. For AMX tiles a row lies behind the other. Otherwise, four inputs of each row of a tile lie side by
-// side, then the next four of each, and groups likewise: so a tile reads from one place on.
+// Rows in bytes. For AMX tiles, one row follows the other. Otherwise four inputs of each row of a tile are adjacent,
+// then the next four of each, and likewise the groups: a tile reads consecutive memory.
 struct Inputs {
   const int8_t* values;
   const Group* groups;
   int64_t stride;  // bytes of a row
 };
 
-// Rows in bytes, and the memory that they are in.
+// Rows in bytes, with their memory.
 class QuantizedRows {
  public:
-  // In tiles of at most `most` rows; with 0 for AMX tiles.
+  // In tiles of at most `most` rows; 0 for AMX tiles.
   QuantizedRows(const Rows& x, int64_t group_size, bool rotated, int64_t most)
       : x_(x), size_(group_size), rotated_(rotated), groups_of_row_(quotient(x.inputs, group_size)),
         stride_(groups_of_row_ * group_size) {
     const int64_t rows = x.rows;
-    // Whole AMX tiles of them.
+    // Whole AMX tiles of rows.
     const int64_t whole = most > 0 ? rows : quotient(rows, kAmxRows) * kAmxRows;
     values_.reset(new int8_t[whole * stride_]);
     groups_.reset(new Group[whole * groups_of_row_]);
@@ -52,7 +52,7 @@ class QuantizedRows {
     const int64_t inputs = x_.inputs;
     const bool is_as_it_is = x_.order == nullptr && x_.type == ScalarType::Float && (!rotated_ || stride_ == inputs);
     const RowKernels kernels = row_kernels();
-    // With zeros behind them for the last group.
+    // Padded with zeros for the last group.
     std::vector<float> line(is_as_it_is ? 0 : stride_), turned(rotated_ ? stride_ : 0);
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t first = tiles.begin(tile), some = tiles.size(tile);
@@ -79,23 +79,23 @@ class QuantizedRows {
   std::unique_ptr<Group[]> groups_;
 };
 
-// Bytes of a weight that a single tile prefetches. More of them take memory's time from what the processor
-// fetches by itself (measured on an AMD EPYC with AVX-512, as the number for what leaves out the second-level cache).
+// Bytes of a weight that a single tile prefetches. More would compete with the processor's own prefetches (measured on
+// an AMD EPYC with AVX-512, as was the value for bypassing the second-level cache).
 constexpr int64_t kAhead = 256, kAheadOnce = 128;
-// Tiles of rows that share what is prefetched of the next panel.
+// Tiles of rows that share the prefetches of the next panel.
 constexpr int64_t kPrefetchers = 3;
-// Rows from which on AMX tiles are faster than vectors; twice as many with groups that half fill them.
+// From this many rows on, AMX tiles are faster than vectors; from twice as many with groups that half fill them.
 constexpr int64_t kLeastRows = 16;
 
-// Where the bytes are that a tile prefetches while it reads a panel: so far behind its own, and so far apart for each line.
-// What is used once may leave out the second-level cache, where code and inputs then stay. On AMD it does.
+// The addresses that a tile prefetches while it reads a panel: their distance from its own, and the step for each line.
+// Data that is used once may bypass the second-level cache, which then keeps code and inputs. On AMD it does.
 struct Ahead {
   int64_t distance, step;
   bool leaves_out_second_level;
 };
 
-// A panel comes from memory for its first tile, and is near by for the others. So that memory is read all the time, the
-// first tiles prefetch a part of the next panel each.
+// The first tile reads a panel from memory, the others from the cache. To keep memory busy, the first tiles each
+// prefetch a part of the next panel.
 inline Ahead ahead(const Weight& weight, int64_t tile, int64_t tiles) {
   if (tiles == 1) return {is_amd() ? kAheadOnce : kAhead, kLine, is_amd()};
   const int64_t prefetchers = std::min(tiles, kPrefetchers);
@@ -137,7 +137,7 @@ Kernel kernel() {
   return portable::kKernel;
 }
 
-// Whether so many rows with groups of this size are multiplied in AMX tiles.
+// Returns whether this many rows with groups of this size are multiplied in AMX tiles.
 bool uses_amx(int64_t rows, const Weight& weight) {
 #ifdef FASTGEN_AMX
   const int64_t depth = avx512vnni::matrix_depth(weight.group_size);
@@ -151,7 +151,7 @@ bool uses_amx(int64_t rows, const Weight& weight) {
 
 }  // namespace
 
-// The panels of all products together are shared out among the threads.
+// The threads share the panels of all weights together.
 void fastgen::multiply_int8(const Rows& x, bool rotated, const std::vector<Product>& products) {
   std::vector<int64_t> panels;
   int64_t all = 0;

@@ -1,14 +1,14 @@
-// Products of quantised rows with weights in groups, for one instruction set. Compiled for each by each_isa.h, included by
-// int8.cpp. No include guard: it is meant to be included several times.
+// GEMM of quantised rows with weights in groups, for one instruction set. int8.cpp compiles it for each with
+// each_isa.h, therefore without an include guard.
 
 #ifdef FASTGEN_HAS_VNNI
-constexpr int kTileRows = FASTGEN_WIDTH == 16 ? 6 : 3;  // that are summed up at the same time, as there are registers for
+constexpr int kTileRows = FASTGEN_WIDTH == 16 ? 6 : 3;  // summed at the same time, as many as fit the registers
 #else
 constexpr int kTileRows = 2;
 #endif
 constexpr int kVectors = 2;  // of outputs
 
-// sums + the products of the unsigned bytes of each place with four signed ones. With kSmall, bytes are below 64.
+// Adds to sums the products of the unsigned bytes of each lane with four signed ones. With kSmall, bytes are below 64.
 template <bool kSmall>
 FASTGEN_INLINE void add_dot(Ints& sums, const Bytes& bytes, const int8_t* x) {
 #if FASTGEN_WIDTH == 4
@@ -24,7 +24,7 @@ FASTGEN_INLINE void add_dot(Ints& sums, const Bytes& bytes, const int8_t* x) {
   sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)bytes, _mm256_set1_epi32(four));
 #else
   const __m256i inputs = _mm256_set1_epi32(four), numbers = (__m256i)bytes;
-  if constexpr (kSmall) {  // products of two bytes each fit into 16 bits
+  if constexpr (kSmall) {  // the sum of two bytes' products fits into 16 bits
     const __m256i pairs = _mm256_maddubs_epi16(numbers, inputs);
     sums = (Ints)_mm256_add_epi32((__m256i)sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   } else {
@@ -45,12 +45,12 @@ FASTGEN_INLINE void load_factors(Vector& to, const void* from, int64_t at, bool 
   }
 }
 
-// What the numbers of a group are multiplied with, for a vector of outputs.
+// The factors of a group's values, for a vector of outputs.
 struct Factors {
   Vector scale, zero = {}, least = {};
 };
 
-// A byte times a number in float16, of each output.
+// A byte times a float16 number, for each output.
 FASTGEN_INLINE void load_block_scales(Vector& to, const uint16_t* units, const uint8_t* bytes) {
   load_float16(to, units);
   to *= load_bytes(bytes);
@@ -75,7 +75,7 @@ FASTGEN_INLINE void load_group(Factors& to, const Weight& weight, int64_t at) {
   if (weight.mins != nullptr) load_factors(to.least, weight.mins, at, weight.is_half);
 }
 
-// Adds a group's sum of products. Whatever `has_zero` takes away from it is exact.
+// Adds a group's sum of products. The subtraction for `has_zero` is exact.
 FASTGEN_INLINE void add_group(Vector& total, const Ints& sum, const Factors& factors, const Group& of, bool has_zero,
                               bool has_least) {
   Vector whole = __builtin_convertvector(sum, Vector);
@@ -84,14 +84,14 @@ FASTGEN_INLINE void add_group(Vector& total, const Ints& sum, const Factors& fac
   if (has_least) total += factors.least * (of.scale * static_cast<float>(of.sum));
 }
 
-// A line of a tile. kLevels: in how many caches it is to stay, up to 3; with 0 in none but the first.
+// Prefetches a line of a tile. kLevels: the number of caches that keep it, up to 3; with 0 only the first.
 template <int kLevels>
 FASTGEN_INLINE void prefetch(const uint8_t* line) {
   __builtin_prefetch(line, 0, kLevels);
   if (kVectors * kWidth * 4 > 64) __builtin_prefetch(line + 64, 0, kLevels);
 }
 
-// Four inputs of a word as bytes. `high` has their upper bits lowest, and then those of the next four.
+// Returns four inputs of a word as bytes. `high` has their upper bits lowest, and then those of the next four.
 template <int kBits>
 FASTGEN_INLINE Bytes four_of(const Bytes& word, int which, Ints& high) {
   const Bytes low = which == 0 ? word & 15 : (Bytes)(((Ints)word >> 4) & 0x0f0f0f0f);
@@ -101,8 +101,8 @@ FASTGEN_INLINE Bytes four_of(const Bytes& word, int which, Ints& high) {
   return found;
 }
 
-// The sums over all inputs, in float32, of the kRows rows of a tile and the outputs from `first` on in a panel.
-// With kHasMore the weight may have zeros, mins or super-block scales.
+// Sums over all inputs, in float32, for the kRows rows of a tile and the outputs from `first` on in a panel. With
+// kHasMore the weight may have zeros, mins or super-block scales.
 template <int kBits, int kRows, bool kHasMore>
 FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t panel, int64_t first,
                          Ahead where, float* sums) {
@@ -142,7 +142,7 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
         }
       }
       for (int64_t word = 0; word < kWords; ++word) {
-        // The weight's vectors first: then four inputs of a row are repeated once for all of them.
+        // The weight's vectors first: four inputs of a row are then broadcast once for all of them.
         Bytes bytes[kVectors], some[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
@@ -193,7 +193,7 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
   }
 }
 
-// Called by their names, so that the compiler knows what `first` can be.
+// Explicit calls, so that the compiler knows the possible values of `first`.
 template <int kBits, bool kHasMore>
 FASTGEN_TARGET void rows_of_tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t some, int64_t panel,
                                  Ahead where, float* sums) {
@@ -223,7 +223,7 @@ auto rows_of_bits(int64_t bits) {
   }
 }
 
-// All rows times a panel.
+// Multiplies all rows with a panel.
 FASTGEN_TARGET inline void multiply_panel(const Product& product, const Inputs& inputs, int64_t rows, int64_t panel) {
   const Weight& weight = product.weight;
   alignas(64) float sums[kTileRows * kPanel];

@@ -1,4 +1,4 @@
-// What linear operators have in common: y = x @ weight.T + bias, of one weight or of several with the same x.
+// Common code of linear operators: y = x @ weight.T + bias, for one weight or several with the same x.
 #pragma once
 
 #include "../floats.h"
@@ -9,8 +9,8 @@ namespace fastgen {
 using Tensors = std::vector<Tensor>;
 using MaybeTensors = std::vector<std::optional<Tensor>>;
 
-// One product of numbers of a type: x [rows, inputs], the weight [outputs, inputs], y [rows, outputs]. Strides are in numbers,
-// from a row to the next one; the bias may be null.
+// A GEMM in one type: x [rows, inputs], the weight [outputs, inputs], y [rows, outputs]. Strides are in elements, from
+// a row to the next one; the bias may be null.
 template <class T>
 struct Operands {
   const T *x, *weight, *bias;
@@ -30,14 +30,14 @@ inline void check_bias(const char* name, const std::optional<Tensor>& bias, int6
                   ": the bias must be [outputs] of a type that it serves");
 }
 
-// y [rows, outputs] of the type of x, and the bias, of any floating type.
+// Checks y [rows, outputs] of the type of x, and the bias, of any floating type.
 inline void check_result(const char* name, const Tensor& y, const Tensor& x, const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(y.dim() == 2 && y.size(0) == x.size(0) && y.is_contiguous() && y.scalar_type() == x.scalar_type(), name,
                   ": the result must be [rows, outputs] of the type of x");
   check_bias(name, bias, y.size(1), !bias || is_floating(bias->scalar_type()));
 }
 
-// The operands of a product in one type, with a weight of which `is_laid_out` says that the kernel takes its strides.
+// Returns the operands of a GEMM in one type; `is_laid_out` checks that the kernel supports the weight's strides.
 template <class T>
 Operands<T> checked(const char* name, const Tensor& y, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                     bool (*is_laid_out)(const Tensor& weight)) {
@@ -57,7 +57,7 @@ Operands<T> checked(const char* name, const Tensor& y, const Tensor& x, const Te
           weight.size(0)};
 }
 
-// Of several products with the same x: the memory of all, and that there are as many of each.
+// Checks several GEMMs with the same x: the memory of all, and that their numbers agree.
 inline void check_batch(const char* name, const Tensors& results, const Tensor& x, const Tensors& weights,
                         const MaybeTensors& biases) {
   Arguments(name).writes(results).reads(x, weights, biases);
@@ -65,13 +65,14 @@ inline void check_batch(const char* name, const Tensors& results, const Tensor& 
                   ": as many results and biases as weights");
 }
 
-// The form for one weight of an operator for several.
+// Calls an operator for several weights with one.
 template <auto several>
 void one_of(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bias) {
   several({y}, x, {weight}, {bias});
 }
 
-// What of each of several ranges of these sizes, one behind the other, lies from `begin` to `end`: use(i, from, to).
+// Calls use(i, from, to) for the part of each of several consecutive ranges of these sizes that lies from `begin` to
+// `end`.
 template <class Use>
 void for_each_part(const std::vector<int64_t>& sizes, int64_t begin, int64_t end, const Use& use) {
   int64_t first = 0;
@@ -90,7 +91,7 @@ struct RowTiles {
   int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
 };
 
-// ---- numbers of the floating types, one by one, as float32
+// ---- elements of the floating types, one by one, as float32
 
 inline float read(const void* from, int64_t at, ScalarType type) {
   if (type == ScalarType::Float) return static_cast<const float*>(from)[at];
@@ -98,13 +99,13 @@ inline float read(const void* from, int64_t at, ScalarType type) {
   return type == ScalarType::BFloat16 ? to_float(bits) : float16_to_float(bits);
 }
 
-// `count` numbers, `stride` apart, or those that `order` names.
+// Reads `count` numbers, `stride` apart, or those that `order` selects.
 inline void read_line(const void* from, int64_t at, int64_t count, int64_t stride, const int64_t* order, ScalarType type,
                       float* to) {
   const auto copy = [&](const auto* numbers, const auto& upcast) {
     if (order != nullptr) {
       for (int64_t i = 0; i < count; ++i) {
-        // The order has been checked. If another thread has written to it since, no other memory is read for that.
+        // The order has been checked. If another thread has changed it since, no other memory is read.
         const int64_t input = order[i];
         const bool is_there = static_cast<uint64_t>(input) < static_cast<uint64_t>(count);
         to[i] = is_there ? upcast(numbers[at + input * stride]) : 0.0f;
@@ -132,8 +133,8 @@ inline void write(void* to, int64_t at, ScalarType type, float number) {
   }
 }
 
-// The results of gemv_out for a row and `count` outputs, to the last bit. The arguments must be those of such a product in
-// float32, of which the inputs of the weight are next to each other.
+// Computes the results of gemv_out for a row and `count` outputs, to the last bit. The arguments must be valid for such
+// a GEMV in float32, with contiguous inputs of the weight.
 void gemv_of_outputs(const Tensor& x, int64_t row, const Tensor& weight,
                      const std::optional<Tensor>& bias, const int64_t* outputs, int64_t count, float* y);
 

@@ -1,4 +1,4 @@
-// Packed weights as the kernels take them: checked, with where everything lies, and what they are multiplied with.
+// Packed weights as the kernels use them: checked, with their addresses and operands.
 #pragma once
 
 #include "../isa.h"
@@ -11,17 +11,17 @@ constexpr int64_t kMaxGroup = 256;  // inputs that share a scale
 // A line of a panel: a word of four bytes for each of its outputs.
 constexpr int64_t kLine = kPanel * 4;
 
-// Bits that a quantised value may have.
+// Returns whether a quantised value may have this many bits.
 constexpr bool are_bits(int64_t bits) { return bits == 4 || bits == 5 || bits == 6 || bits == 8; }
 
-// Lines come in sets. Of 8 bits, a line is a set: a word has four inputs. Of 4 bits, too: a word has eight, the first four in
-// the lower nibbles of its bytes. Of 5 and 6 bits, some such lines of the lower four bits are followed by one of the upper
-// bits: in each byte, those of the first four inputs are lowest.
+// Lines form sets. With 8 bits, a line is a set: a word has four inputs. With 4 bits too: a word has eight, the first
+// four in the lower nibbles of its bytes. With 5 and 6 bits, some such lines of the lower four bits are followed by one
+// of the upper bits: in each byte, those of the first four inputs are lowest.
 constexpr int64_t low_lines(int64_t bits) { return bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 constexpr int64_t set_inputs(int64_t bits) { return bits == 8 ? 4 : 8 * low_lines(bits); }
 constexpr int64_t set_bytes(int64_t bits) { return set_inputs(bits) * kPanel * bits / 8; }
 
-// The quantised value of an input; `words` is that of its output in the first line of the panel.
+// Returns the quantised value of an input; `words` is its output's word in the first line of the panel.
 inline int value_of(const uint8_t* words, int64_t bits, int64_t input) {
   const int64_t in_set = input % set_inputs(bits), four = in_set / 4, byte = in_set % 4;
   const uint8_t* set = words + input / set_inputs(bits) * set_bytes(bits) + byte;
@@ -32,9 +32,9 @@ inline int value_of(const uint8_t* words, int64_t bits, int64_t input) {
   return low | high << 4;
 }
 
-// Super-block scales, and mins where there are some: bytes times a number in float16 for each block, which is some groups in a
-// row. In a panel, a block has the numbers of its scales, those of its mins, and then the bytes of each group in that order.
-// Without mins, a byte stands for itself less `kSignedZero`.
+// Super-block scales, and optionally mins: bytes times a float16 number for each block, which consists of consecutive
+// groups. In a panel, a block has the numbers of its scales, those of its mins, and then the bytes of each group in
+// that order. Without mins, a byte stands for itself less `kSignedZero`.
 constexpr int kSignedZero = 128;
 struct BlockLayout {
   int64_t groups;
@@ -44,7 +44,7 @@ struct BlockLayout {
   int64_t group_bytes() const { return (has_mins ? 2 : 1) * kPanel; }
   int64_t bytes() const { return unit_bytes() + groups * group_bytes(); }
 };
-// Those of GGUF: Q4_K and Q5_K, Q2_K, and Q3_K and Q6_K. Their sizes tell them apart.
+// The layouts of GGUF: Q4_K and Q5_K, Q2_K, and Q3_K and Q6_K. Their sizes distinguish them.
 constexpr BlockLayout kBlockLayouts[] = {{8, true}, {16, true}, {16, false}};
 
 inline BlockLayout block_layout(int64_t bytes) {
@@ -54,23 +54,23 @@ inline BlockLayout block_layout(int64_t bytes) {
   return {1, false};
 }
 
-// A weight in panels: of 16 bits, where `is_half` says which, or quantised in groups.
+// A weight in panels: of 16 bits, with `is_half` as its type, or quantised in groups.
 struct Weight {
   const uint8_t *qweight, *zeros;
   const void *scales, *mins;      // float16 or float32
   const uint8_t* block_scales;    // super-block scales in place of these; else null
   BlockLayout block;              // of these
   bool is_half;                   // float16: a weight of 16 bits, or scales and mins
-  int32_t zero_point;             // what stands for 0, if neither zeros nor mins are given
+  int32_t zero_point;             // the value of 0, if neither zeros nor mins are given
   int64_t bits, group_size, groups, panel_bytes;
 
   bool has_mins() const { return block_scales != nullptr ? block.has_mins : mins != nullptr; }
 };
 
-// Where the super-block scales of an output are, of which there are kPanel for each group of each panel.
+// The addresses of an output's super-block scales, of which there are kPanel for each group of each panel.
 struct BlockScale {
-  const uint16_t* unit;  // of the scale; that of the min is kPanel numbers behind it
-  const uint8_t* scale;  // and so is the min
+  const uint16_t* unit;  // of the scale; that of the min is kPanel elements later
+  const uint8_t* scale;  // likewise
 };
 
 inline BlockScale block_scale(const Weight& weight, int64_t at) {
@@ -82,8 +82,7 @@ inline BlockScale block_scale(const Weight& weight, int64_t at) {
           block + weight.block.unit_bytes() + in_block * weight.block.group_bytes() + lane};
 }
 
-// Rows of a floating type as they are given: [rows, inputs], the inputs next to each other; with `order`, input i is the one
-// that it names.
+// Rows of a floating type as given: [rows, inputs], with contiguous inputs; `order`, if not null, selects input i.
 struct Rows {
   const void* data;
   const int64_t* order;
@@ -99,7 +98,7 @@ struct Rows {
         stride(x.stride(0)) {}
 };
 
-// Where a result goes, [rows, outputs], and the bias, which may be null.
+// The destination of a result, [rows, outputs], and the bias, which may be null.
 struct Target {
   void* data;
   const void* bias;
@@ -113,7 +112,7 @@ struct Target {
         bias_type(bias ? bias->scalar_type() : ScalarType::Float),
         outputs(y.size(1)) {}
 
-  // The bias of kCount outputs, from `first` on: zeros behind the last output, and where there is none.
+  // Loads the bias of kCount outputs, from `first` on: zeros after the last output, and without a bias.
   template <int64_t kCount>
   void load_bias(int64_t first, float* to) const {
     const int64_t there = bias == nullptr ? 0 : std::clamp<int64_t>(outputs - first, 0, kCount);
@@ -124,8 +123,8 @@ struct Target {
     for (int64_t i = 0; i < kCount; ++i) to[i] = i < there ? read(bias, first + i, bias_type) : 0.0f;
   }
 
-  // kCount outputs of some rows, from `first` on, which need not be all there: the sums of a row lie `stride` behind those of
-  // the row before. With kBias it is added.
+  // Stores kCount outputs of some rows, from `first` on, as far as they exist: the sums of consecutive rows are
+  // `stride` apart. With kBias adds the bias.
   template <int64_t kCount, bool kBias>
   void store(int64_t first, const float* sums, int64_t stride, int64_t row, int64_t rows) const {
     const int64_t there = std::min(kCount, outputs - first);
@@ -136,7 +135,7 @@ struct Target {
       float* line = static_cast<float*>(data) + at;
       if (type != ScalarType::Float) {
         for (int64_t i = 0; i < there; ++i) write(data, at + i, type, kBias ? sums[i] + added[i] : sums[i]);
-      } else if (there == kCount) {  // a number that the compiler knows
+      } else if (there == kCount) {  // a compile-time constant
         for (int64_t i = 0; i < kCount; ++i) line[i] = kBias ? sums[i] + added[i] : sums[i];
       } else {
         for (int64_t i = 0; i < there; ++i) line[i] = kBias ? sums[i] + added[i] : sums[i];
@@ -145,41 +144,41 @@ struct Target {
   }
 };
 
-// A product with a packed weight, both checked. Products that are made together have the same x.
+// A GEMM with a packed weight, both checked. GEMMs that are computed together have the same x.
 struct Product {
   Weight weight;
   Target target;
 };
 
-// With activations that stay floats (panels.cpp), and that are quantised to 8 bits (int8.cpp).
+// With float activations (panels.cpp), and with activations that are quantised to 8 bits (int8.cpp).
 void multiply_floats(const Rows& x, const std::vector<Product>& products);
 void multiply_int8(const Rows& x, bool rotated, const std::vector<Product>& products);
 
 // ---- activations that are quantised to 8 bits in groups of inputs
 
-// Numbers that are quantised before it pays to wake another thread.
+// Elements to quantise that pay for waking another thread.
 constexpr int64_t kGrain = 1 << 15;
 
-// What the bytes of a group of a row stand for, and their sum.
+// The scale of the bytes in a group of a row, and their sum.
 struct Group {
   float scale;
   int32_t sum;
 };
 
-// For this processor.
+// The functions for this processor.
 struct RowKernels {
-  // A row in signed bytes, group by group, from `inputs` numbers. It is one of `some` rows that lie between each other: four
+  // Quantises a row of `inputs` numbers to signed bytes, group by group. It is one of `some` interleaved rows: four
   // bytes of each, then the next four.
   void (*quantize)(const float* x, int64_t inputs, int64_t group_size, int64_t some, int8_t* to, Group* groups);
-  // Whole groups, `count` numbers, times the Hadamard matrix of their size and a factor.
+  // Multiplies whole groups, `count` numbers, by the Hadamard matrix of their size and a factor.
   void (*rotate)(const float* x, int64_t count, int64_t group_size, float factor, float* to);
-  // The second with 1 / group_size, and then the first, with the same results. `memory` is for as many numbers.
+  // `rotate` with 1 / group_size followed by `quantize`, with the same results. `memory` has room for as many numbers.
   void (*rotate_and_quantize)(const float* x, int64_t count, int64_t group_size, int64_t some, int8_t* to, Group* groups,
                               float* memory);
 };
 RowKernels row_kernels();
 
-// Sizes of groups that can be rotated.
+// Returns whether groups of this size can be rotated.
 inline bool can_rotate(int64_t group_size) { return group_size == 32 || group_size == 64 || group_size == 128; }
 
 }  // namespace fastgen

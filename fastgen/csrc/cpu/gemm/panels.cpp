@@ -1,13 +1,13 @@
-// GEMM on packed weights with float activations: of 16 bits, for the rows of a decode step, and quantised in groups. The
-// schemas are defined in fastgen/ops/linear/panels.py and fastgen/ops/linear/grouped.py.
+// GEMM on packed weights with float activations: 16-bit weights, for the rows of a decode step, and weights quantised
+// in groups. The schemas are defined in fastgen/ops/linear/panels.py and fastgen/ops/linear/grouped.py.
 //
-// A panel holds the outputs that are multiplied at the same time, for all inputs, in the order of their use. Its numbers become
-// floats in the registers, exactly those of the unpacked weight, and each is multiplied with all rows of a tile: so few rows
-// wait for memory alone, which is read as a few streams, and many rows wait for multiply-adds alone. Rows are packed so that
-// those of an input are next to each other; each thread does that for itself, because what another one has just written takes
-// long to fetch.
+// A panel holds the outputs that are multiplied at the same time, for all inputs, in the order of their use. Its values
+// are upcast to floats in the registers, exactly those of the unpacked weight, and each is multiplied with all rows of
+// a tile. With few rows the only bottleneck is memory, which is read as a few streams, and with many rows
+// multiply-adds. Rows are packed so that those of an input are adjacent. Each thread packs them for itself, because
+// reading what another thread has just written takes long.
 //
-// The result is that of GEMM on the unpacked weight to the last bit, whatever the number of rows.
+// The result is that of GEMM on the unpacked weight to the last bit, for any number of rows.
 #include "packed.h"
 
 #include <array>
@@ -18,10 +18,10 @@ namespace {
 
 using namespace fastgen;
 
-// Rows that are packed at a time: more of them leave the cache before the next panel reads them again.
+// Rows that are packed at a time: more would leave the cache before the next panel reads them again.
 constexpr int64_t kRowsAtOnce = 224;
 
-// Some rows of a product, from `row` on: x as `pack_rows` makes it, with zeros behind the inputs.
+// Some rows of a GEMM, from `row` on: x as packed by `pack_rows`, with zeros after the inputs.
 struct Work {
   const float* x;
   const Weight& weight;
@@ -42,8 +42,8 @@ Kernel kernel() { return FASTGEN_CHOOSE(kKernel); }
 
 bool is_16_bits(ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Half; }
 
-// [outputs, inputs] -> [panels, pairs of inputs, 2 * outputs of a panel], with zeros behind the last output and input. A pair
-// lies next to each other in bfloat16; in float16, the first ones of all outputs come before the second ones.
+// [outputs, inputs] -> [panels, pairs of inputs, 2 * outputs of a panel], with zeros after the last output and input. A
+// pair is adjacent in bfloat16; in float16, the first ones of all outputs precede the second ones.
 Tensor pack_panels(Tensor weight) {
   Arguments("pack_panels").reads(weight);
   STD_TORCH_CHECK(weight.dim() == 2 && is_16_bits(weight.scalar_type()) && are_inputs_adjacent(weight),
@@ -92,7 +92,7 @@ void panels_gemm_batch_out(Tensors results, Tensor x, Tensors packed, MaybeTenso
   if (!products.empty()) multiply_floats(Rows(x, nullptr), products);
 }
 
-// Packs some rows, from `first` on, as floats in the order of the weight's inputs, with zeros behind them.
+// Packs some rows, from `first` on, as floats in the order of the weight's inputs, with zeros after them.
 void pack_rows(const Kernel& kernel, const Rows& x, int64_t first, int64_t rows, int64_t padded, float* to) {
   if (x.type == ScalarType::Float && x.order == nullptr) {
     return kernel.pack_rows(static_cast<const float*>(x.data) + first * x.stride, x.stride, rows, x.inputs, padded, to);
@@ -106,7 +106,7 @@ void pack_rows(const Kernel& kernel, const Rows& x, int64_t first, int64_t rows,
 
 }  // namespace
 
-// The panels of all products together are shared out among the threads.
+// The threads share the panels of all weights together.
 void fastgen::multiply_floats(const Rows& x, const std::vector<Product>& products) {
   const Kernel kernel = ::kernel();
   const int64_t bits = products[0].weight.bits;
@@ -117,7 +117,7 @@ void fastgen::multiply_floats(const Rows& x, const std::vector<Product>& product
   if (x.rows == 0 || all == 0) return;
   const int64_t padded = quotient(x.inputs, line) * line, most = std::min(x.rows, kRowsAtOnce);
   parallel_for(0, all, 1, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<float[]> packed(new float[most * padded]);  // not filled with zeros first
+    const std::unique_ptr<float[]> packed(new float[most * padded]);  // uninitialised
     for (int64_t row = 0; row < x.rows; row += most) {
       const int64_t rows = std::min(most, x.rows - row);
       pack_rows(kernel, x, row, rows, padded, packed.get());

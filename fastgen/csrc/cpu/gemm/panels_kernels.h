@@ -1,13 +1,13 @@
-// GEMM with float activations on a packed weight, for one instruction set. Compiled for each by each_isa.h, included by
-// panels.cpp. No include guard: it is meant to be included several times.
+// GEMM with float activations on a packed weight, for one instruction set. panels.cpp compiles it for each with
+// each_isa.h, therefore without an include guard.
 
-constexpr int64_t kMostRows = by_width(12, 12, 28);  // of a tile: vectors of sums that there are registers for
+constexpr int64_t kMostRows = by_width(12, 12, 28);  // of a tile: its vectors of sums fit the registers
 
-// x[padded inputs, rows of the tile]: zeros follow the inputs.
+// Packs x[padded inputs, rows of the tile]: zeros follow the inputs.
 template <int kRows>
 FASTGEN_TARGET void pack_tile(const float* x, int64_t stride, int64_t inputs, int64_t padded, float* to) {
   int64_t k = 0;
-  // In squares, the last of which begins so that it ends with the last row.
+  // In squares; the last one overlaps so that it ends with the last row.
   if constexpr (kRows >= kWidth) {
     for (; k + kWidth <= inputs; k += kWidth) {
       for (int64_t r = 0; r < kRows; r += kWidth) {
@@ -34,7 +34,7 @@ constexpr std::array<Pack, sizeof...(kRows)> make_packs(std::index_sequence<kRow
 using RowCounts = std::make_index_sequence<kMostRows>;
 constexpr auto kPacks = make_packs(RowCounts());
 
-// All rows in tiles, one behind the other.
+// Packs all rows in tiles, one after the other.
 inline void pack_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, int64_t padded, float* to) {
   const RowTiles tiles(rows, kMostRows);
   for (int64_t i = 0; i < tiles.count; ++i) {
@@ -42,11 +42,10 @@ inline void pack_rows(const float* x, int64_t stride, int64_t rows, int64_t inpu
   }
 }
 
-// A weight of 16 bits. A panel has a line for every two inputs, with their numbers for all of its outputs, a vector. `load`
+// A 16-bit weight. A panel has a line for every two inputs, with the numbers of all its outputs, a vector wide. `load`
 // returns those of one input.
 struct BFloat16 {
-  // The numbers of two inputs lie in the place of a float. The first becomes one when it is shifted, the second when the
-  // first is cleared.
+  // The numbers of two inputs share a lane. Shifting upcasts the first, clearing the first upcasts the second.
   static FASTGEN_INLINE Vector load(const uint8_t* line, int input) {
     const Bits pairs = *reinterpret_cast<const Bits*>(line);
     return (Vector)(input == 0 ? pairs << 16 : pairs & 0xffff0000u);
@@ -63,11 +62,11 @@ struct Float16 {
 
 constexpr int64_t kLineInputs = 2, kLineBytes = sizeof(Vector);
 
-// Bytes that are prefetched ahead of what is multiplied, by all streams together. With fewer bytes, an AMD EPYC (Zen 5) does
-// not multiply while it reads memory.
+// Prefetch distance in bytes, over all streams together. With less, an AMD EPYC (Zen 5) does not multiply while it
+// reads memory.
 constexpr int64_t kAhead = 8192;
 
-// part[kRows][kPanels] += one input of all rows, times its weights; `input` is its number within the line.
+// part[kRows][kPanels] += one input of all rows, times its weights; `input` is its index within the line.
 template <class Type, int kRows, int kPanels>
 FASTGEN_INLINE void add_input(const float* rows, const uint8_t* line, int64_t apart, int input,
                               Vector (&part)[kRows][kPanels]) {
@@ -90,14 +89,14 @@ FASTGEN_INLINE void add_line(const float* x, const uint8_t* line, int64_t apart,
   for (int k = 0; k < kLineInputs; ++k) add_input<Type, kRows, kPanels>(x + k * kRows, line, apart, k, part);
 }
 
-// Panels of 16 bits, each as wide as a vector.
+// Panels of 16-bit weights, each as wide as a vector.
 template <class Type>
 struct Halves {
   static constexpr int64_t kOutputs = kWidth;
   static constexpr int vectors_at_once(int64_t rows) { return static_cast<int>(std::min<int64_t>(kMostRows / rows, 4)); }
 
-  // sums[kRows][kPanels] += x[inputs][kRows] times kPanels panels, which are `apart`. The products of some inputs are summed
-  // among themselves first, in the order in which GEMM on the unpacked weight sums them: the result has the same bits.
+  // sums[kRows][kPanels] += x[inputs][kRows] times kPanels panels, which are `apart`. The products of kDepth inputs are
+  // summed separately first, in the same order as in GEMM on the unpacked weight: the result has the same bits.
   template <int kRows, int kPanels>
   FASTGEN_TARGET static void tile(const float* x, const Weight& weight, int64_t first, int64_t, int64_t apart, int64_t inputs,
                                   Vector* sums) {
@@ -119,7 +118,7 @@ struct Halves {
   }
 };
 
-// A number of a group is `value * scale + least`.
+// A weight in a group is `value * scale + least`.
 struct Factors {
   Vector scale, least;
 };
@@ -131,8 +130,8 @@ FASTGEN_INLINE Vector load_factor(const void* from, int64_t at, bool is_half) {
   return found;
 }
 
-// Those of a vector of outputs, `at` the first of them. All of it is exact, but for zeros with scales of many digits, which
-// are not served (fastgen/ops/linear/grouped.py).
+// Loads the factors of a vector of outputs, the first of which is `at`. All of this is exact, except for zeros with
+// scales of many digits, which are not supported (fastgen/ops/linear/grouped.py).
 FASTGEN_INLINE Factors load_factors(const Weight& weight, int64_t at) {
   if (weight.block_scales != nullptr) {
     const BlockScale of = block_scale(weight, at);
@@ -151,7 +150,7 @@ FASTGEN_INLINE Factors load_factors(const Weight& weight, int64_t at) {
 
 constexpr int64_t kPanelVectors = kPanel / kWidth;
 
-// Where the vectors of a tile are: of one panel, side by side, and of another one, `apart` panels away.
+// The locations of a tile's vectors: side by side in one panel, and in another one, `apart` panels away.
 template <int kVectors>
 struct Spread {
   static constexpr int64_t kBeside = kVectors < kPanelVectors ? kVectors : kPanelVectors;
@@ -159,8 +158,8 @@ struct Spread {
   static constexpr int64_t outputs(int n) { return n % kBeside * kWidth; }
 };
 
-// Those of some groups in a row, for each vector of a tile. Before these are multiplied: there would be too few registers for
-// the sums meanwhile.
+// Loads the factors of consecutive groups, for each vector of a tile. This happens before the multiplications, which
+// leave too few registers.
 constexpr int64_t kMostGroups = kDepth / 8;
 template <int kVectors>
 FASTGEN_INLINE void load_groups(const Weight& weight, int64_t at, int64_t apart, int64_t groups,
@@ -173,16 +172,16 @@ FASTGEN_INLINE void load_groups(const Weight& weight, int64_t at, int64_t apart,
   }
 }
 
-// The quantised values of a weight, which lie in sets of lines (packed.h). A line has a word for each output of a panel:
-// the bits of four inputs, or the lower halves of eight.
+// The quantised values of a weight, in sets of lines (packed.h). A line has a word for each output of a panel: the bits
+// of four inputs, or the lower nibbles of eight.
 template <int kBits>
 struct Values {
   static constexpr int64_t kWords = fastgen::low_lines(kBits), kInputs = fastgen::set_inputs(kBits);
-  static constexpr int kFours = kBits == 8 ? 1 : 2;  // of inputs in a word
+  static constexpr int kFours = kBits == 8 ? 1 : 2;  // groups of four inputs in a word
 
   FASTGEN_INLINE static Bits load(const uint8_t* line) { return *reinterpret_cast<const Bits*>(line); }
 
-  // Four inputs as bytes. `high` has their upper bits lowest, and then those of the next four.
+  // Returns four inputs as bytes. `high` has their upper bits lowest, and then those of the next four.
   FASTGEN_INLINE static Bits bytes(const Bits& word, int four, Bits& high) {
     if (kBits == 8) return word;
     const Bits low = (four == 0 ? word : word >> 4) & 0x0f0f0f0fu;
@@ -193,7 +192,7 @@ struct Values {
   }
 };
 
-// part[kRows][kVectors] += x[inputs of a set of lines][kRows] times the weights of these.
+// part[kRows][kVectors] += x[inputs of a set of lines][kRows] times their weights.
 template <int kBits, int kRows, int kVectors>
 FASTGEN_INLINE void add_set(const float* x, const uint8_t* set, int64_t apart, const Factors (&factors)[kVectors],
                             Vector (&part)[kRows][kVectors]) {
@@ -239,8 +238,8 @@ struct Groups {
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int vectors_at_once(int64_t rows) { return rows * 4 <= kMostRows ? 4 : rows * 2 <= kMostRows ? 2 : 1; }
 
-  // sums[kRows][kVectors] += x[inputs][kRows] times outputs of a panel, from `first` on. The products of some inputs are summed
-  // among themselves first, in the order in which GEMM on the unpacked weight sums them: the result has the same bits.
+  // sums[kRows][kVectors] += x[inputs][kRows] times outputs of a panel, from `first` on. The products of kDepth inputs
+  // are summed separately first, in the same order as in GEMM on the unpacked weight: the result has the same bits.
   template <int kRows, int kVectors>
   FASTGEN_TARGET static void tile(const float* x, const Weight& weight, int64_t panel, int64_t first, int64_t apart,
                                   int64_t inputs, Vector* sums) {
@@ -286,8 +285,8 @@ constexpr std::array<Tile, sizeof...(kRows)> make_tiles(std::index_sequence<kRow
   return {&Format::template tile<static_cast<int>(kRows) + 1, std::min(Format::vectors_at_once(kRows + 1), kMost)>...};
 }
 
-// All rows times panels of a format. A tile multiplies a part of a panel, a panel, or, where there are registers for more
-// vectors, several panels, which are far from each other: each is a stream of memory, which goes on with the panel behind it.
+// Multiplies all rows with panels of a format. A tile multiplies a part of a panel, a panel, or, if the registers allow
+// more vectors, several panels that are far apart: each is a stream of memory, which continues with the next panel.
 template <class Format>
 struct Panels {
   static constexpr int64_t kVectors = Format::kOutputs / kWidth;  // of a panel
@@ -298,7 +297,7 @@ struct Panels {
 
   static int64_t panels_at_once(int64_t rows) { return std::max<int64_t>(Format::vectors_at_once(rows) / kVectors, 1); }
 
-  // A tile of rows times `vectors` of outputs, from `first` on in a panel, and in those that are `apart` from it.
+  // Multiplies a tile of rows with `vectors` of outputs, from `first` on in a panel, and in those `apart` from it.
   void multiply_tile(Tile tile, int64_t vectors, int64_t begin, int64_t rows, int64_t panel, int64_t first,
                      int64_t apart) const {
     const int64_t beside = std::min(vectors, kVectors);
@@ -318,7 +317,7 @@ struct Panels {
     }
   }
 
-  // All rows times `count` panels that are `apart`, from `panel` on.
+  // Multiplies all rows with `count` panels that are `apart`, from `panel` on.
   void multiply_panels(int64_t panel, int64_t count, int64_t apart) const {
     const RowTiles tiles(work.rows, kMostRows);
     for (int64_t i = 0; i < tiles.count; ++i) {

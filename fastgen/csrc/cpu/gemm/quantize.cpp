@@ -1,9 +1,10 @@
-// Rows and weights that are quantised to 4 or 8 bits in groups of inputs, for the products of int8.cpp. The schemas
-// are defined in fastgen/ops/linear/grouped.py.
+// Quantises rows and weights to 4 or 8 bits in groups of inputs, for the GEMM of int8.cpp. The schemas are defined in
+// fastgen/ops/linear/grouped.py.
 //
-// Groups of a row and of a weight may be rotated first: both are multiplied with the Hadamard matrix H of the group's size n,
-// and the row with 1 / n, too. Their product stays the same, because H times its transpose is n. A number that is larger than
-// the others of its group is spread over all of them: so the steps of the group are smaller (Ashkboos et al., "QuaRot", 2024).
+// Groups of a row and of a weight may be rotated first: both are multiplied with the Hadamard matrix H of the group's
+// size n, and the row also by 1 / n. Their product does not change, because H times its transpose is n. A number that
+// is larger than the others of its group is spread over all of them, so that the quantisation steps are smaller
+// (Ashkboos et al., "QuaRot", 2024).
 #include "packed.h"
 
 #include <limits>
@@ -13,7 +14,7 @@ namespace {
 
 using namespace fastgen;
 
-// A sum with this has no fraction: it is rounded to the nearest, of two as near to the even one.
+// Adding this rounds to the nearest integer, ties to even.
 constexpr float kRounding = 12582912.0f;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
@@ -25,7 +26,7 @@ struct WeightKernels {
 #define FASTGEN_KERNELS "gemm/quantize_kernels.h"
 #include "../each_isa.h"
 
-// A weight [outputs, inputs] in float32, output by output, rotated if that is asked for.
+// A weight [outputs, inputs], output by output in float32, optionally rotated.
 class Lines {
  public:
   Lines(const Tensor& weight, int64_t group_size, bool rotated)
@@ -40,17 +41,17 @@ class Lines {
 
   int64_t groups() const { return quotient(weight_.size(1), size_); }
   int64_t whole() const { return groups() * size_; }
-  // Of a line: whole groups of them if they are rotated.
+  // Elements of a line: whole groups if they are rotated.
   int64_t numbers() const { return rotated_ ? whole() : weight_.size(1); }
 
-  // `use(output, numbers)` for each output, in several threads.
+  // Calls use(output, numbers) for each output, in several threads.
   template <class Use>
   void for_each(const Use& use) const {
     const int64_t inputs = weight_.size(1);
     const auto rotate = row_kernels().rotate;
     const int64_t grain = std::max<int64_t>(kGrain / inputs, 1);
     parallel_for(0, weight_.size(0), grain, [&](int64_t begin, int64_t end) {
-      // With zeros behind them for the last group.
+      // Padded with zeros for the last group.
       std::vector<float> line(whole()), turned(rotated_ ? whole() : 0);
       for (int64_t output = begin; output < end; ++output) {
         read_line(weight_.const_data_ptr(), output * weight_.stride(0), inputs, weight_.stride(1), nullptr,
@@ -67,7 +68,7 @@ class Lines {
   const bool rotated_;
 };
 
-// The least and the largest number of each group, and 0: [2, outputs, groups].
+// Returns the smallest and the largest number of each group and 0: [2, outputs, groups].
 Tensor group_extremes(Tensor weight, int64_t group_size, bool rotated) {
   const Lines lines(weight, group_size, rotated);
   const int64_t outputs = weight.size(0), groups = lines.groups();
@@ -81,7 +82,7 @@ Tensor group_extremes(Tensor weight, int64_t group_size, bool rotated) {
   return extremes;
 }
 
-// A weight [outputs, inputs] in multiples of the scales [outputs, groups], rounded to the nearest, in panels.
+// Rounds a weight [outputs, inputs] to multiples of the scales [outputs, groups], and packs it in panels.
 Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group_size, bool rotated) {
   Arguments("round_to_panels").reads(scales);
   STD_TORCH_CHECK(bits == 4 || bits == 8, "round_to_panels: 4 or 8 bits");

@@ -1,7 +1,7 @@
-// Rows that are quantised to 8 bits, a group of 32, 64 or 128 numbers in registers at a time. Included by quantize_kernels.h,
-// whose operations these are, in the same order: so results have the same bits.
+// Quantises rows to 8 bits, with a group of 32, 64 or 128 numbers in registers at a time. Included by
+// quantize_kernels.h. It uses the same operations in the same order, so that results have the same bits.
 
-// Sums and differences of vectors that are kStep apart, then of those that are twice as far apart, and so on.
+// Computes sums and differences of vectors that are kStep apart, then of those that are twice as far apart, and so on.
 template <int kStep, int kVectors>
 FASTGEN_INLINE void add_vectors(__m512 (&group)[kVectors]) {
   if constexpr (kStep < kVectors) {
@@ -16,8 +16,8 @@ FASTGEN_INLINE void add_vectors(__m512 (&group)[kVectors]) {
   }
 }
 
-// The group times its Hadamard matrix. What quantize_kernels.h moves to the other half of the group stays in its place here: a
-// difference where the number of the place has the bit that its pair differs in, else a sum.
+// Multiplies the group by its Hadamard matrix. Numbers that quantize_kernels.h moves to the other half of the group
+// stay in place here: a difference if the bit in which the pair's indices differ is set, else a sum.
 template <int kVectors>
 FASTGEN_INLINE void rotate_in_registers(__m512 (&group)[kVectors]) {
   const __m512 add = _mm512_set1_ps(1.0f), take = _mm512_set1_ps(-1.0f);
@@ -67,7 +67,7 @@ FASTGEN_INLINE void quantize_in_registers(const __m512 (&group)[kVectors],
   *about = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, _mm512_reduce_add_epi32(sum)};
 }
 
-// Whole groups of as many vectors, rotated or not.
+// Quantises whole groups of kVectors vectors, optionally rotated.
 template <int kVectors, bool kRotated>
 FASTGEN_TARGET void round_groups(const float* x, int64_t count, int64_t some, int8_t* to, Group* groups) {
   constexpr int64_t kSize = kVectors * 16;

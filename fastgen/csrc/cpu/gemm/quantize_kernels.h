@@ -1,8 +1,8 @@
-// Rows and weights that are quantised, for one instruction set. Compiled for each by each_isa.h, included by quantize.cpp.
-// No include guard: it is meant to be included several times.
+// Quantises rows and weights, for one instruction set. quantize.cpp compiles it for each with each_isa.h, therefore
+// without an include guard.
 
-// Sums and differences of pairs, the sums first, of numbers times a factor: after log2(kSize) times, x is multiplied with
-// the Hadamard matrix. Each number is the result of additions alone, whose order is the same in every instruction set.
+// Computes sums and differences of pairs, the sums first, of numbers times a factor: log2(kSize) repetitions multiply x
+// by the Hadamard matrix. Each number only results from additions, in the same order in every instruction set.
 template <int64_t kSize, bool kScaled>
 FASTGEN_TARGET inline void add_pairs(const float* __restrict__ x, float factor, float* __restrict__ to) {
 #pragma GCC unroll 1  // unrolled, it would not be vectorised
@@ -26,7 +26,7 @@ FASTGEN_TARGET inline void rotate_groups(const float* x, int64_t count, float fa
   }
 }
 
-// Whole groups, `count` numbers, times the Hadamard matrix of their size, which is 32, 64 or 128, and a factor.
+// Multiplies whole groups, `count` numbers, by the Hadamard matrix of their size, which is 32, 64 or 128, and a factor.
 FASTGEN_TARGET inline void rotate(const float* x, int64_t count, int64_t group_size, float factor, float* to) {
   switch (group_size) {
     case 32: return rotate_groups<32>(x, count, factor, to);
@@ -35,21 +35,21 @@ FASTGEN_TARGET inline void rotate(const float* x, int64_t count, int64_t group_s
   }
 }
 
-// A row in signed bytes, group by group: multiples of a 127th of the group's largest number. What is not finite makes
-// the group's scale NaN. The row is one of `some` in a tile (quantize.h).
+// Quantises a row to signed bytes, group by group: multiples of a 127th of the group's largest number. A number that is
+// not finite makes the group's scale NaN. The row is one of `some` in a tile (packed.h).
 FASTGEN_TARGET inline void quantize(const float* x, int64_t inputs, int64_t group_size, int64_t some, int8_t* to,
                                     Group* groups) {
   alignas(64) int8_t numbers[kMaxGroup];
   for (int64_t begin = 0; begin < inputs; begin += group_size, groups += some, to += group_size * some) {
     const int64_t count = std::min(group_size, inputs - begin);
-    uint32_t largest = 0;  // as bits, which are in the order of the sizes
+    uint32_t largest = 0;  // as bits, which are ordered by magnitude
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t size = fastgen::bits_of(x[begin + i]) & 0x7fffffffu;
       largest = largest > size ? largest : size;
     }
     const float size = fastgen::of_bits(largest);
     const bool is_finite = largest < 0x7f800000u;
-    // Of the smallest numbers the inverse is not finite: they are taken for 0.
+    // The smallest numbers, whose inverse is not finite, become 0.
     const float factor = is_finite && size > 1e-30f ? 127.0f / size : 0.0f;
     int32_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -68,7 +68,7 @@ FASTGEN_TARGET inline void quantize(const float* x, int64_t inputs, int64_t grou
   }
 }
 
-// What a row is quantised with (quantize.h). For AVX-512, quantize_avx512.h has these.
+// The functions that quantise a row (packed.h). For AVX-512, quantize_avx512.h has them.
 #if FASTGEN_WIDTH == 16
 #include "quantize_avx512.h"
 #else
@@ -84,11 +84,11 @@ FASTGEN_TARGET inline void rotate_and_quantize_rows(const float* x, int64_t coun
 }
 #endif
 
-// The least and the largest number of each group, and 0; both NaN where one of the numbers is.
+// Finds the smallest and the largest number of each group and 0; both are NaN if one of the numbers is.
 FASTGEN_TARGET inline void find_extremes(const float* x, int64_t inputs, int64_t group_size, float* least, float* most) {
   for (int64_t begin = 0; begin < inputs; begin += group_size, ++least, ++most) {
     const int64_t end = std::min(begin + group_size, inputs);
-    int32_t below = 0, above = 0;  // sizes as bits, which are in their order; numbers of the other sign are less than 0
+    int32_t below = 0, above = 0;  // magnitudes as bits, in the same order; numbers of the other sign are negative
     for (int64_t i = begin; i < end; ++i) {
       const int32_t bits = static_cast<int32_t>(fastgen::bits_of(x[i]));
       const int32_t turned = static_cast<int32_t>(static_cast<uint32_t>(bits) ^ 0x80000000u);
@@ -101,7 +101,7 @@ FASTGEN_TARGET inline void find_extremes(const float* x, int64_t inputs, int64_t
   }
 }
 
-// The inputs of an output in multiples of the scales of their groups, as numbers from 0 on, of which `zero_point` is 0.
+// Rounds the inputs of an output to multiples of their groups' scales, as numbers from 0 on; `zero_point` stands for 0.
 FASTGEN_TARGET inline void round_line(const float* x, int64_t inputs, int64_t group_size, const float* scales,
                                       int32_t zero_point, uint8_t* to) {
   const float least = static_cast<float>(-zero_point), most = static_cast<float>(zero_point - 1);
@@ -110,7 +110,7 @@ FASTGEN_TARGET inline void round_line(const float* x, int64_t inputs, int64_t gr
     const float factor = *scales == 0.0f ? 0.0f : 1.0f / *scales;
     for (int64_t i = begin; i < end; ++i) {
       float number = x[i] * factor;
-      number = number > least ? number : least;  // and where it is none
+      number = number > least ? number : least;  // also replaces NaN
       number = number < most ? number : most;
       const uint32_t bits = fastgen::bits_of(number + kRounding) - fastgen::bits_of(kRounding);
       to[i] = static_cast<uint8_t>(static_cast<int32_t>(bits) + zero_point);

@@ -1,4 +1,4 @@
-// What is found in a block of scores (top_two.cpp).
+// The summary of a block of scores (top_two.cpp).
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,11 @@ struct Block {
   bool has_nan;
 };
 
-// (scores, count, masked): the block's largest score, its largest size below `masked`, and whether there is a NaN.
+// (scores, count, masked): returns the block's largest score, its largest magnitude below `masked`, and whether it has
+// NaN.
 using LookAt = Block (*)(const float*, int64_t, float);
 
-// For this processor.
+// Returns the function for this processor.
 LookAt look_at();
 
 }  // namespace fastgen

@@ -1,7 +1,8 @@
-// What is found in a block of scores, for one instruction set. Compiled for each by each_isa.h, included by top_two.cpp.
-// No include guard: it is meant to be included several times.
+// Summarises a block of scores, for one instruction set. top_two.cpp compiles it for each with each_isa.h, therefore
+// without an include guard.
 
-// The block's largest score, its largest size below `masked`, and whether there is a NaN, which counts for neither.
+// Returns the block's largest score, its largest magnitude below `masked`, and whether it has NaN, which counts for
+// neither.
 FASTGEN_TARGET Block look_at(const float* scores, int64_t count, float masked) {
   const Vector limit = Vector{} + masked;
   Vector best = Vector{} - kInfinity, size = Vector{};

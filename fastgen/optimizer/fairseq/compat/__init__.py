@@ -1,6 +1,6 @@
-"""What makes FairSeq 0.12 run on a current Python, torch and NumPy, and keeps it from running code out of its files.
+"""Makes FairSeq 0.12 run on a current Python, torch and NumPy, and keeps its files from running code.
 
-This does not concern speed: it applies with and without acceleration.
+These patches do not affect speed: they apply with and without acceleration.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fastgen.patching import Condition, Patch
 
 
 def patches() -> list[Patch]:
-    """Every patch of FairSeq that does not concern the speed of generation."""
+    """Returns every patch of FairSeq that does not affect the speed of generation."""
     return [*_safe(), *_running()]
 
 
 def _safe() -> list[Patch]:
-    """No file of a model or of data runs code."""
+    """Returns the patches that keep model and data files from running code."""
     load = f"{__name__}.checkpoints:load"
     repairs = f"{__name__}.repairs"
     return [
@@ -36,7 +36,7 @@ def _safe() -> list[Patch]:
 
 
 def _running() -> list[Patch]:
-    """Names and ways of calling that Python, torch and NumPy have changed since."""
+    """Returns the patches for names and calls that Python, torch and NumPy have changed since."""
     repairs = f"{__name__}.repairs"
     numpy = f"{repairs}:OldNumpy"
     layers = "fairseq.modules.transformer_layer"
@@ -55,7 +55,7 @@ def _running() -> list[Patch]:
 
 @dataclass(eq=False)
 class ModuleGlobal(Patch):
-    """A global of one module, replaced by what the function or class `wrapper` makes of it, or of None without one."""
+    """Replaces a global of one module by the result of `wrapper`, called with its value, or None if there is none."""
 
     def _apply(self) -> str | None:
         owner = sys.modules[self.module]
@@ -76,7 +76,7 @@ class ModuleGlobal(Patch):
 
 
 def numpy_lacks(name: str) -> Condition:
-    """The condition that NumPy does not have `name` any more."""
+    """Returns the condition that NumPy lacks `name`."""
 
     def check(original: Any) -> str | None:
         if getattr(original, "__name__", None) != "numpy":

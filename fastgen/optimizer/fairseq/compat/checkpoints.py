@@ -1,7 +1,7 @@
-"""FairSeq's checkpoints under a `torch.load` that runs no code from the file.
+"""Loads FairSeq's checkpoints with a `torch.load` that runs no code from the file.
 
-FairSeq reads its checkpoints with `torch.load(file)`, which since torch 2.6 refuses everything but tensors and plain
-containers. What a FairSeq checkpoint contains besides is allowed here while FairSeq reads one, and at no other time.
+FairSeq calls `torch.load(file)`, which since torch 2.6 refuses everything but tensors and plain containers. The other
+types in FairSeq's checkpoints are allowed while FairSeq reads one, and at no other time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from fastgen.locks import forkable_lock
 from fastgen.optimizer.fairseq.compat.literals import RefusedValue
 
-# The list of allowed types is one for the process: who reads a checkpoint meanwhile waits.
+# The list of allowed types is global to the process: checkpoints are read one at a time.
 _lock = forkable_lock()
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 _BUILTINS = (bool, bytes, complex, dict, float, int, list, set, str, tuple)
@@ -34,10 +34,10 @@ _BUILTINS = (bool, bytes, complex, dict, float, int, list, set, str, tuple)
 def load(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of FairSeq's functions that read a checkpoint.
 
-    It raises pickle.UnpicklingError, which names a damaged file, or a type that FairSeq's checkpoints do not contain.
+    Raises pickle.UnpicklingError, which names a damaged file, or a type that FairSeq's checkpoints do not contain.
     """
     with _lock:
-        # What is allowed already stays so afterwards.
+        # Types that were allowed before stay allowed afterwards.
         added = set(_allowed()).difference(torch.serialization.get_safe_globals())
         with torch.serialization.safe_globals(list(added)):
             return _load(wrapped, args, kwargs)
@@ -60,7 +60,7 @@ def _load(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not isinstance(args[0], str | os.PathLike):
             raise
         cause = type(error).__name__
-        if "`weights_only`" not in str(error):  # torch advises to read the file in a way that would run code from it
+        if "`weights_only`" not in str(error):  # torch would advise to read the file in a way that runs its code
             cause += "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
         raise pickle.UnpicklingError(
             f"{os.fspath(args[0])} is damaged, or nothing that FairSeq has saved ({cause})"
@@ -69,13 +69,13 @@ def _load(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _allowed() -> tuple[Any, ...]:
-    """What FairSeq and its tasks write into checkpoints besides tensors, under the names of all its releases."""
+    """Returns the types, other than tensors, that FairSeq and its tasks write, under the names of all its releases."""
     allowed = [argparse.Namespace, collections.Counter, collections.defaultdict, codecs.encode, typing.Any, *_BUILTINS]
     return (*allowed, *_from_numpy(), *_from_omegaconf(), *_from_fairseq())
 
 
 def _from_numpy() -> list[Any]:
-    """Scalars, as in losses and learning rates, and arrays. NumPy 2 has moved what makes them."""
+    """Returns NumPy's scalars, as in losses and learning rates, and arrays. NumPy 2 has moved their constructors."""
     found: list[Any] = [numpy.dtype, numpy.ndarray, *_classes("numpy.dtypes")]
     for value in (numpy.float64(0), numpy.zeros(0)):
         function: Any = value.__reduce__()[0]
@@ -84,13 +84,13 @@ def _from_numpy() -> list[Any]:
 
 
 def _from_omegaconf() -> list[Any]:
-    """The containers of configurations, their nodes, and what they know about themselves."""
+    """Returns OmegaConf's containers, nodes and metadata."""
     found = [value for name in ("base", "nodes", "dictconfig", "listconfig") for value in _classes(f"omegaconf.{name}")]
     return [value for value in found if value.__module__.startswith("omegaconf.")]
 
 
 def _from_fairseq() -> list[Any]:
-    """Meters, choices, dictionaries. The meters were in another module once."""
+    """Returns meters, choices and dictionaries. Older releases had the meters in another module."""
     found: list[Any] = [importlib.import_module("fairseq.data.dictionary").Dictionary]
     found += [value for value in _classes("fairseq.dataclass.constants") if issubclass(value, enum.Enum)]
     for value in _classes("fairseq.logging.meters"):

@@ -1,9 +1,9 @@
 """FairSeq's configuration classes on Python 3.11 and later.
 
-FairSeq writes `common: CommonConfig = CommonConfig()`. From Python 3.11 on, a dataclass refuses a default that has no
-hash, and dataclasses have none, because they compare by value. FairSeq's own, and those derived from them, are hashed
-by identity here. The class that all inherit from and the first one that is refused are in the same module: it is given
-a `dataclass` decorator of its own while it runs. No other module sees it.
+FairSeq writes `common: CommonConfig = CommonConfig()`. Since Python 3.11 a dataclass refuses an unhashable default, and
+dataclasses have no hash, because they compare by value. This patch makes FairSeq's own, and those derived from them,
+hash by identity. One module defines both their base class and the first refused class. While it runs, it gets its own
+`dataclass` decorator, which no other module sees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BASE = "FairseqDataclass"
 class HashableConfigs(FinderPatch):
     """Makes FairSeq's dataclasses hashable, from the import of the module that defines the first of them.
 
-    Classes that exist when it is removed keep their hash.
+    Existing classes keep their hash when it is removed.
     """
 
     module: str = "fairseq.dataclass.configs"
@@ -43,7 +43,7 @@ class HashableConfigs(FinderPatch):
         self.state = "applied" if made_here else "not applied: fairseq was imported before"
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the one module where everybody else finds it, and has it run by `_Loader`."""
+        """Finds that one module with the other finders, and makes `_Loader` run it."""
         if name != self.module:
             return None
         for finder in sys.meta_path:
@@ -55,7 +55,7 @@ class HashableConfigs(FinderPatch):
 
 
 class _Loader(wrapt.ObjectProxy):
-    """The module's own loader, but `import dataclasses` gives the module `_for_configs`."""
+    """The module's own loader, but `import dataclasses` yields the module `_for_configs`."""
 
     def exec_module(self, module: ModuleType) -> None:
         loader = module.__loader__ = self.__wrapped__
@@ -67,7 +67,7 @@ class _Loader(wrapt.ObjectProxy):
             exec(loader.get_code(module.__name__), names)
         finally:
             names["__builtins__"] = builtins
-        # Post-import hooks find modules by a loader of their own, which this patch may have come before.
+        # Post-import hooks use a loader of their own to find modules, which this patch may precede.
         wrapt.notify_module_loaded(module)
 
 
@@ -77,7 +77,7 @@ def _import(name: str, *args: Any, **kwargs: Any) -> ModuleType:
 
 
 def _dataclass(cls: Any = None, /, **options: Any) -> Any:
-    """`dataclasses.dataclass`, but what inherits from FairSeq's base class is hashed by identity."""
+    """`dataclasses.dataclass`, except that subclasses of FairSeq's base class hash by identity."""
     if cls is None:
         return lambda cls: _dataclass(cls, **options)
     if cls.__name__ == _BASE:
@@ -86,7 +86,7 @@ def _dataclass(cls: Any = None, /, **options: Any) -> Any:
 
 
 def _hash_by_identity(cls: type) -> None:
-    # A hash of its own is one that the decorator, which comes afterwards, leaves alone.
+    # The decorator, which runs later, does not replace an explicit hash.
     if "__hash__" not in vars(cls):
         cls.__hash__ = object.__hash__  # type: ignore[assignment]  # taken for that of an instance
 

@@ -1,4 +1,4 @@
-"""Patches of whole modules: finders that stand before all others while FastGen is enabled."""
+"""Patches of whole modules: finders that precede all others while FastGen is enabled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastgen.patching import Patch
 
 @dataclass(eq=False)
 class FinderPatch(Patch, MetaPathFinder):
-    """A patch that finds modules itself. Modules that are imported already stay as they are when it is removed."""
+    """A patch that finds modules itself. Removing it does not change imported modules."""
 
     wrapper: str = ""
 
     def insert(self) -> bool:
-        """Puts this before the other finders; False if it is there already."""
+        """Puts this before the other finders; returns False if it is there already."""
         is_new = self not in sys.meta_path
         if is_new:
             sys.meta_path.insert(0, self)

@@ -1,8 +1,8 @@
-"""What stands for `eval` in FairSeq: it reads values and runs no code.
+"""Replaces `eval` in FairSeq by a function that reads values and runs no code.
 
-FairSeq keeps lists and numbers of a configuration as text ("[(512, 3)] * 14 + [(1024, 3)] * 4") and calls `eval` on
-them while it builds a model. A checkpoint holds its configuration, so whoever writes a checkpoint could run code on the
-machine of everyone who uses it. Every module of FairSeq that calls `eval` gets `evaluate` as a global of that name.
+FairSeq stores lists and numbers of a configuration as text ("[(512, 3)] * 14 + [(1024, 3)] * 4") and calls `eval` on
+them while it builds a model. A checkpoint contains its configuration, so whoever writes a checkpoint could run code on
+the machine of everyone who uses it. Every module of FairSeq that calls `eval` gets `evaluate` as a global of that name.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MODULES = (
     "fairseq_cli.validate",
 )
 
-# Longer texts are refused: before Python 3.11 the parser may use up the stack on them.
+# Longer texts are refused: before Python 3.11 the parser may exhaust the stack on them.
 _MAX_LENGTH = 100_000 if sys.version_info >= (3, 11) else 10_000
-_MAX_ITEMS = 100_000  # of a list, with all that is inside it
+_MAX_ITEMS = 100_000  # of a list, nested ones included
 _MAX_INTEGER = 2**63
-_SHOWN = 120  # characters of a refused value in the message
+_SHOWN = 120  # the most characters of a refused value in the message
 
 _NUMBERS = (int, float, complex)
 _CONTAINERS: dict[type, type] = {ast.Tuple: tuple, ast.List: list, ast.Set: set}
@@ -62,17 +62,17 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 class RefusedValue(ValueError):
-    """A text of a configuration that is more than a value written out; the message shows the text."""
+    """A configuration's text is not a literal value; the message quotes it."""
 
 
 def evaluate(text: Any) -> Any:
-    """The value that `text` writes out: numbers, strings, True, False, None, and lists, tuples, sets, dictionaries.
+    """Returns the value of a literal: numbers, strings, True, False, None, and lists, tuples, sets, dictionaries.
 
-    `+`, `-` and `*` are computed for numbers, `+` for two lists or two tuples, and `*` for one of them and a number.
+    Computes `+`, `-` and `*` for numbers, `+` for two lists or two tuples, and `*` for one of them and a number.
 
     Raises:
         RefusedValue: anything else, or a value that would be very large.
-        TypeError: `text` is no string, as `eval` raises it.
+        TypeError: `text` is not a string, as in `eval`.
     """
     if not isinstance(text, str):
         raise TypeError(f"eval() arg 1 must be a string, not {type(text).__name__}")
@@ -89,15 +89,15 @@ def evaluate(text: Any) -> Any:
 
 
 def evaluator(missing: None) -> Callable[[Any], Any]:
-    """What a module of FairSeq gets as its global `eval`."""
+    """Returns the global `eval` for a module of FairSeq."""
     return evaluate
 
 
 @dataclass(eq=False)
 class Examples(FinderPatch):
-    """What FairSeq ships as examples, and imports with --user-dir, gets `evaluate` before it runs.
+    """Gives FairSeq's examples, which --user-dir imports, `evaluate` before they run.
 
-    That includes modules that an example imports later. The user's own code is left as it is.
+    That includes modules that an example imports later. The user's own code is unchanged.
     """
 
     module: str = "fairseq"
@@ -111,7 +111,7 @@ class Examples(FinderPatch):
         self.state = "applied"
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the examples, and nothing else, where Python looks for modules."""
+        """Finds the examples, and nothing else, on Python's own path."""
         if not any(_leads_to_examples(entry) for entry in (sys.path if path is None else path)):
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -122,7 +122,7 @@ class Examples(FinderPatch):
 
 
 class _Loader(wrapt.ObjectProxy):
-    """The module's own loader; the module finds `evaluate` as `eval` when it runs."""
+    """The module's own loader, which gives the module `evaluate` as `eval`."""
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["eval"] = evaluate
@@ -134,15 +134,15 @@ def _is_example(file: str | None) -> bool:
 
 
 def _leads_to_examples(entry: Any) -> bool:
-    """Whether modules that are looked for here may be examples: asked for every import."""
-    if not isinstance(entry, str):  # Python passes over such entries as well
+    """Returns whether modules on this path entry may be examples. Called for every import."""
+    if not isinstance(entry, str):  # Python also skips such entries
         return False
     here = os.path.abspath(entry)
     return any(_is_inside(here, folder) or _is_inside(here, os.path.dirname(folder)) for folder in _examples())
 
 
 def _examples() -> list[str]:
-    """Where FairSeq looks for its examples: beside its modules, and in a checkout beside their folder."""
+    """Returns the folders of FairSeq's examples: beside its modules, and in a checkout beside their folder."""
     file = getattr(sys.modules.get("fairseq"), "__file__", None)
     return [] if file is None else _examples_of(os.path.dirname(file))
 
@@ -161,7 +161,7 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def _value(node: ast.expr) -> tuple[Any, int]:
-    """The value of a node, and of how many items it consists."""
+    """Returns the value of a node, and its number of items."""
     match node:
         case ast.Constant(value=int(value)) if abs(value) < _MAX_INTEGER:
             return value, 1
@@ -189,7 +189,7 @@ def _values(nodes: Iterable[ast.expr]) -> tuple[list[Any], int]:
 
 
 def _combined(op: type, left: Any, left_items: int, right: Any, right_items: int) -> tuple[Any, int]:
-    """The result of an operator, and of how many items it consists, which is checked before lists are made."""
+    """Returns the result of an operator, and its number of items, which is checked before lists are made."""
     kinds = type(left), type(right)
     if all(kind in _NUMBERS for kind in kinds):
         number = _OPERATORS[op](left, right)

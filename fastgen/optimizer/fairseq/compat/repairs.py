@@ -1,6 +1,7 @@
-"""Faults of FairSeq 0.12, each mended around the function or the module that has it.
+"""Fixes of FairSeq 0.12, each around the faulty function or module.
 
-Some come with current releases of Python, torch and NumPy; others let a file of data decide what runs or is written.
+Some faults come with current releases of Python, torch and NumPy; others let a data file decide what runs or is
+written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def open_data(wrapped: Any, data: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
     Raises:
         ValueError: the files are damaged or do not belong together. FairSeq's own errors do not say so
-            (`KeyError: 101`), and it does not notice an index that points to places which the data do not have.
+            (`KeyError: 101`), and it does not notice an index that points beyond the data.
     """
     path = args[0] if args else kwargs["path"]
     try:
@@ -35,7 +36,7 @@ def open_data(wrapped: Any, data: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def load_from_state_dict(wrapped: Any, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `TransformerEncoderLayerBase._load_from_state_dict`: the layer's own code goes on computing.
+    """Wrapper of `TransformerEncoderLayerBase._load_from_state_dict`: keeps the layer on its own code.
 
     FairSeq would switch to torch's fused layer, in a way that current releases refuse for sources with padding.
     """
@@ -44,7 +45,8 @@ def load_from_state_dict(wrapped: Any, layer: Any, args: tuple[Any, ...], kwargs
 
 
 def keep_arguments(wrapped: Any, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `TranslationFromPretrainedBARTTask.__init__`: the options are in `args` too, where its methods look.
+    """Wrapper of `TranslationFromPretrainedBARTTask.__init__`: also stores the options in `args`, which its methods
+    read.
 
     Without this no fine-tuned mBART can generate (FairSeq's issues 3169 and 4479).
     """
@@ -54,9 +56,9 @@ def keep_arguments(wrapped: Any, task: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def fasta_index(wrapped: Any, dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Wrapper of `FastaDataset._build_index(path)`, which puts the name of a file of data into a command of the shell.
+    """Wrapper of `FastaDataset._build_index(path)`, which inserts the name of a data file into a shell command.
 
-    The result is the byte at which each sequence begins and how long it is, both int64 [sequences].
+    Returns the byte offset and the length of each sequence, both int64 [sequences].
     """
     offsets, sizes = [], []
     with open(dataset.fn, "rb") as file:
@@ -74,7 +76,7 @@ def fasta_index(wrapped: Any, dataset: Any, args: tuple[Any, ...], kwargs: dict[
 class AskingTorch(wrapt.ObjectProxy):
     """torch for FairSeq's speech translation, which takes the name of a repository from a data directory.
 
-    `hub.load` asks its user before it runs the code of a repository that is not trusted yet.
+    `hub.load` asks the user before it runs the code of an untrusted repository.
     """
 
     @property
@@ -83,7 +85,7 @@ class AskingTorch(wrapt.ObjectProxy):
 
 
 class CarefulTarfile(wrapt.ObjectProxy):
-    """tarfile for FairSeq's archives of models: what `open` returns extracts nothing outside of the directory given."""
+    """tarfile for FairSeq's model archives: an opened archive extracts nothing outside of the given directory."""
 
     def open(self, *args: Any, **kwargs: Any) -> tarfile.TarFile:
         archive = tarfile.open(*args, **kwargs)  # noqa: SIM115 (its user closes it)
@@ -92,7 +94,7 @@ class CarefulTarfile(wrapt.ObjectProxy):
 
 
 class OldNumpy(wrapt.ObjectProxy):
-    """NumPy, with the names that it had when FairSeq was written, of functions and of their arguments."""
+    """NumPy with the names of functions and arguments from FairSeq's time."""
 
     int = int
     float = float
