@@ -99,8 +99,8 @@ class Request:
     def library_differs(self) -> bool:
         """Whether the library's drafts give other tokens than FastGen's. The library only drafts for one sequence.
 
-        With the same seed, it draws other tokens. If one of its processors keeps a state, rejected tokens affect it. Its
-        assistant sees no embeddings, and beside tokens it verifies a draft as if there were none.
+        With the same seed, it draws other tokens. If one of its processors keeps a state, rejected tokens affect that.
+        Its assistant sees no embeddings, and beside tokens it verifies a draft as if there were none.
         """
         draws = self.option("do_sample") and settings.current().assisted_sampling != "fastgen"
         watermark = self.option("watermarking_config")
