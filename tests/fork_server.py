@@ -161,6 +161,7 @@ def _run(request: dict[str, Any], streams: list[int], scripts: dict[str, str]) -
             return int(getattr(__import__(module, fromlist=[function]), function)() or 0)
         if words[0] == "-m":
             sys.argv = words[1:]
+            sys.modules.pop(words[1], None)  # a real one has not imported it before
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         elif words[0] == "-c":
             sys.argv = ["-c", *words[2:]]

@@ -12,7 +12,8 @@ from tests.engine.conftest import WAIT
 from tests.equivalence.composites import MODELS, build
 
 # Those whose `generate` asks a part of them, or whose requests are not known to be alike, have calls of their own.
-NAMES = [name for name in MODELS if not name.startswith(("blip", "florence2"))]
+ALONE = ("blip", "florence2", "git", "instructblip", "pix2struct", "udop")
+NAMES = [name for name in MODELS if not name.startswith(ALONE)]
 
 
 @pytest.mark.sampled(12, each=("name",))
