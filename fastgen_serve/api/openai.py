@@ -280,7 +280,7 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
 
     if body.echo and model.info.kind == "encoder-decoder":
         raise BadRequest("echo: the target of this model is not behind its source, leave it out", param="echo")
-    how, room = _decoding(model, body), body.limit or _COMPLETION_TOKENS
+    how, room = _decoding(model, body), _COMPLETION_TOKENS if body.limit is None else max(body.limit, 1)
 
     def tokenise() -> list[tuple[int, ...]]:
         return [prompts.tokens_of(model, each, body, "prompt", room) for each in given]

@@ -154,7 +154,9 @@ class RemoteModel(ClientModel):
             return
         if not self._was_ready and self._starts >= _MOST_STARTS:
             self._is_stopping = True
-            self._on_broken(f"the process of model {self.name} dies while it is loaded ({ended.exitcode})")
+            reason = f"the process of model {self.name} dies while it is loaded ({ended.exitcode})"
+            _log.error("%s", reason)
+            self._on_broken(reason)
             return
         lived = time.monotonic() - self._begin
         self._delay = _FIRST_DELAY if self._was_ready and lived > _LONG_LIFE else min(self._delay * 2, _LONGEST_DELAY)

@@ -322,6 +322,24 @@ def test_one_without_numbers_that_comes_first_says_nothing_of_others(options: di
     assert executor.counts["steps"] and sum(executor.alone.values()) == 1, "only one of them has no slots"
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
+def test_a_model_that_reads_the_encoders_output_has_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    bart = copy.deepcopy(BY_NAME["bart"].build())
+    forward = type(bart).forward
+
+    def reading(self: Any, *args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, encoder_outputs=encoder_outputs, **kwargs)
+        outputs.logits = outputs.logits + encoder_outputs[0].mean((1, 2))[:, None, None]
+        return outputs
+
+    reading.__module__ = forward.__module__  # which makes it BART's
+    monkeypatch.setattr(type(bart), "forward", reading)
+    executor, requests = ContinuousBatches(bart, 8), requests_for(bart, PROMPTS[:3])
+    run(executor, requests)
+    assert_as_alone(bart, requests, PROMPTS[:3])
+    assert not executor.counts["steps"]
+
+
 @pytest.mark.parametrize("spoil", [lambda found: found * torch.nan, lambda found: found[:, 1:]], ids=["nan", "size"])
 def test_a_processor_whose_scores_are_none_leaves_the_others(llama: Any, spoil: Any) -> None:
     class Spoils:

@@ -22,7 +22,7 @@ _LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "
 _SPECIAL = {"pad_token_id": CODES, "bos_token_id": CODES}
 
 
-def _musicgen(kind: str, width: int = 32, **options: Any) -> Any:
+def _musicgen(kind: str, width: int = 32, codebooks: int = CODEBOOKS, **options: Any) -> Any:
     audio = transformers.EncodecConfig(
         num_filters=4, hidden_size=16, codebook_dim=16, codebook_size=CODES, num_lstm_layers=1,
         upsampling_ratios=[4, 2], sampling_rate=8000, target_bandwidths=(24.0,),
@@ -30,7 +30,7 @@ def _musicgen(kind: str, width: int = 32, **options: Any) -> Any:
     config = getattr(transformers, f"{kind}DecoderConfig")
     decoder = config(
         vocab_size=CODES, hidden_size=width, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-        num_codebooks=CODEBOOKS, max_position_embeddings=256, eos_token_id=None, **_SPECIAL, **options,
+        num_codebooks=codebooks, max_position_embeddings=256, eos_token_id=None, **_SPECIAL, **options,
     )  # fmt: skip
     whole = getattr(transformers, f"{kind}Config")
     chroma = {"chroma_length": 12} if kind == "MusicgenMelody" else {}  # states in front of those of a text
@@ -108,6 +108,7 @@ MUSICGEN = {
     # The states of its text encoder are projected, and with two channels, there are two rows for each codebook.
     "musicgen, stereo": functools.partial(_musicgen, "Musicgen", width=40, audio_channels=2),
 }
+ONE_CODEBOOK = functools.partial(_musicgen, "Musicgen", codebooks=1)
 MODELS: dict[str, Callable[[], Any]] = {
     **MUSICGEN,
     "musicgen melody": functools.partial(_musicgen, "MusicgenMelody"),

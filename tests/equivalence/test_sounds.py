@@ -14,7 +14,7 @@ from fastgen import counters, settings
 from fastgen.optimizer.transformers.captured import sizes
 from tests.equivalence.captured import Counting, captures, reasons
 from tests.equivalence.check import accelerated, check, fallbacks
-from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, build, calls, inputs, ways
+from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, ONE_CODEBOOK, build, calls, inputs, ways
 
 CAPTURED = ["musicgen", "musicgen, stereo", "musicgen melody", "bark"]
 SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -71,6 +71,14 @@ def test_a_step_of_codebooks_that_grows(way: str, monkeypatch: pytest.MonkeyPatc
     for length in (160, 20, 90, 75):
         check(model, inputs("musicgen"), {"do_sample": False, "guidance_scale": 3.0, "max_new_tokens": length})
     assert captures() == 4, (reasons(), fallbacks())
+
+
+def test_guidance_of_one_codebook(way: str) -> None:
+    """Whose rows of tokens are those of its inputs, and half of the model's."""
+    for length in (24, 12):
+        options = {"do_sample": False, "guidance_scale": 3.0, "max_new_tokens": length, **SCORES}
+        check(build(ONE_CODEBOOK), inputs("musicgen"), options)
+    assert captures() == 2, (reasons(), fallbacks())
 
 
 class _Streamer:

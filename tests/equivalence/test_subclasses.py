@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationMixin
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
 import fastgen
-from fastgen import counters, settings
+from fastgen import counters, releases, settings
 from tests.equivalence.captured import captures, reasons
-from tests.equivalence.check import accelerated, check
+from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.composites import MODELS, build, options
 from tests.equivalence.models import BY_NAME
 from tests.equivalence.test_programs import programs  # noqa: F401 (steps are recorded at once)
@@ -98,3 +106,55 @@ REPLACED = {
 def test_what_the_librarys_code_may_call_is_not_captured(replaced: str, programs: None) -> None:  # noqa: F811
     check(llama(**REPLACED[replaced]), BY_NAME["llama"].make_inputs(), {"num_beams": 3, **STEPS})
     assert accelerated() == 1 and list(reasons()) == ["a class that is none of the libraries' (Derived)"]
+
+
+class _Continues:
+    """A model whose own `generate` runs the library's loop as often as it likes, on one cache of its own."""
+
+    @torch.no_grad()
+    def generate(self: Any, input_ids: torch.Tensor, lengths: Sequence[int], **kwargs: Any) -> Any:
+        config, _ = self._prepare_generation_config(None, eos_token_id=None, **kwargs)
+        self._prepare_special_tokens(config, True, device=input_ids.device)
+        given = releases.with_cache(DynamicCache(config=self.config))
+        for new in lengths:
+            most = input_ids.shape[1] + new
+            config.max_length = kwargs.get("max_length", most)
+            input_ids = self._sample(
+                input_ids,
+                logits_processor=LogitsProcessorList(),
+                stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(most)]),
+                generation_config=config,
+                attention_mask=torch.ones(len(input_ids), input_ids.shape[1], dtype=torch.long),
+                use_cache=True,
+                **given,
+            )
+        return input_ids, [(layer.get_seq_length(), layer.keys) for layer in releases.cache_in(given).layers]
+
+
+def _check_continued(name: str, **options: Any) -> None:
+    family = BY_NAME[name]
+    model = derived(copy.deepcopy(family.build()), generate=_Continues.generate)
+    given, found = {"input_ids": torch.arange(4, 18).view(2, 7), **options}, []
+    for run in (fastgen.disabled, contextlib.nullcontext):
+        torch.manual_seed(0)
+        with run():
+            found.append(model.generate(**copy.deepcopy(given)))
+    (expected, expected_cache), (tokens, cache) = found
+    assert torch.equal(tokens, expected)
+    for (length, keys), (wanted, expected_keys) in zip(cache, expected_cache, strict=True):
+        assert length == wanted and torch.allclose(keys, expected_keys, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("captured_step", ["never", "always"])
+def test_a_generate_of_ones_own_that_goes_on_with_its_cache(captured_step: Any, options: dict[str, Any]) -> None:
+    with settings.changed(captured_step=captured_step):
+        _check_continued("llama", lengths=(20, 12, 9), **options)
+    assert accelerated() == 3 and not fallbacks(), fallbacks()
+
+
+@pytest.mark.parametrize("max_length", [None, 9], ids=str)
+def test_a_loop_that_runs_beyond_the_max_length_of_its_config(max_length: int | None) -> None:
+    """And beyond a sliding window: with that length, it would end in front of it."""
+    _check_continued("mistral-short-window", lengths=(60,), max_length=max_length, do_sample=False)
+    assert accelerated() == 0 and "beyond the max_length of its config" in next(iter(fallbacks()))

@@ -82,6 +82,13 @@ def test_what_was_cut_off_is_not_there(client: OpenAI) -> None:
     assert told[0] is None and told[1:] == pytest.approx(wanted, abs=1e-4)
 
 
+def test_a_prompt_is_cut_to_what_leaves_room_for_one_token(client: OpenAI) -> None:
+    most = max(model.max_model_len for model in client.models.list().data)
+    fields = {"prompt": PROMPT * most, "truncate_prompt_tokens": -1, "temperature": 0, "max_tokens": 0}
+    answer = complete(client, echo=True, **fields)
+    assert answer.usage.prompt_tokens == client.models.retrieve(answer.model).max_model_len - 1
+
+
 def test_a_prompt_of_one_token(client: OpenAI) -> None:
     token = tokens_of(PROMPT)[0]
     fields = {"return_tokens_as_token_ids": True, "temperature": 0, "max_tokens": 0}

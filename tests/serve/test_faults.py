@@ -143,7 +143,7 @@ def test_a_request_that_fails_fails_alone(
     assert isinstance(second, Failed) and said in second.message
 
 
-async def test_a_model_whose_processes_die_while_they_load_is_given_up() -> None:
+async def test_a_model_whose_processes_die_while_they_load_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     reasons: list[str] = []
     model = RemoteModel("gpt2", SETTINGS, reasons.append)
     await model.start()
@@ -154,6 +154,7 @@ async def test_a_model_whose_processes_die_while_they_load_is_given_up() -> None
             kill(model)
         await asyncio.sleep(0.02)
     assert len(killed) == 3 and "gpt2 dies while it is loaded" in reasons[0]
+    assert caplog.messages[-1] == reasons[0]
     await model.stop()
 
 

@@ -44,11 +44,13 @@ def give_way(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
 
     Lets the authors' own code, loaded with `--user-dir` for example, replace this package's registration of the name.
     """
+    name = args[0] if args else kwargs.get("name")
+    if name not in (MODEL, TASK, CRITERION):  # FairSeq's own, maybe while a module of this package imports FairSeq
+        return wrapped(*args, **kwargs)
     from fairseq import criterions, models, tasks
 
     from fastgen.models.prophetnet import model, task
 
-    name = args[0] if args else kwargs.get("name")
     if name == MODEL and models.MODEL_REGISTRY.get(name) is model.ProphetNetModel:
         del models.MODEL_REGISTRY[name], models.ARCH_MODEL_INV_REGISTRY[name]
         for registry in (models.ARCH_MODEL_REGISTRY, models.ARCH_MODEL_NAME_REGISTRY, models.ARCH_CONFIG_REGISTRY):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
 from fastgen import caches, counters, interrupts, patching, releases
@@ -213,11 +213,14 @@ def _decide_loop(
     asked = {name: value for name, value in arguments.items() if name in (*user_code.ARGUMENTS, "generation_config")}
     draft, plain = taken_over(model, {**asked, **of_draft})
     config = plain["generation_config"]
-    reason = _unsupported(model, {**plain, "synced_gpus": arguments["synced_gpus"]})
+    reason = _unsupported(model, {**plain, "synced_gpus": arguments.get("synced_gpus")})
+    reason = reason or _length_unsupported(config, arguments["stopping_criteria"])
     if reason is not None:
         fall_back(model, reason)
         return None
-    cache_is_the_users = releases.has_own_cache(given["kwargs"]) if "kwargs" in given else True
+    # The library's `generate` makes a cache where it is given none. Another caller may go on with the cache it passes.
+    is_librarys = given.get(_CODE) is inspect.unwrap(GenerationMixin.generate).__code__
+    cache_is_the_users = releases.has_own_cache(given["kwargs"] if is_librarys else arguments)
     if is_of_own_generate and None in (config.num_beams, config.num_return_sequences):  # which fills in no defaults
         config = copy.copy(config)
         config.num_beams, config.num_return_sequences = config.num_beams or 1, config.num_return_sequences or 1
@@ -225,6 +228,14 @@ def _decide_loop(
     call = Call(model, not config.output_logits, cache_is_the_users, entering=entering, draft=draft)
     call.is_of_own_generate = is_of_own_generate
     return _Attempt(call, {**arguments, "generation_config": config})
+
+
+def _length_unsupported(config: Any, criteria: Any) -> str | None:
+    """Returns why it is unknown how long a loop runs at most; None if its config says so, as after `generate`."""
+    lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+    if config.max_length is None or not lengths or min(lengths) > config.max_length:
+        return "a decoding loop that may run beyond the max_length of its config"
+    return None
 
 
 def _attempted(

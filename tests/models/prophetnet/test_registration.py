@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def test_the_dictionary_names_special_tokens_where_they_are(tmp_path):
     path.write_text("the 7\nbroken\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"vocab\.txt, line 2: expected a token and its count, found 'broken'"):
         BertDictionary.load_from_file(str(path))
+
+
+def test_its_modules_may_be_imported_first() -> None:
+    """Then they import FairSeq, which registers its own models meanwhile."""
+    command = [sys.executable, "-c", "import fastgen.models.prophetnet.attention"]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def test_architectures_are_the_published_shapes():

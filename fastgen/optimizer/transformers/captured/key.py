@@ -220,7 +220,7 @@ def prefilled(
     model, config, tokens = call.model, call.model.config, input_ids[::per_input]
     length, books = tokens.shape[1], Codebooks.of(model, model_kwargs)
     inputs = books.rows(len(tokens))  # of the model
-    if books.each > 1 and eos:
+    if books != PLAIN and eos:
         raise CannotBeCaptured("codebooks that end for themselves")
     (own, cross), with_states = layers_of(call.store.cache), states_in(call.store.cache)
     if not with_states:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
@@ -256,7 +256,7 @@ def prefilled(
         own_mask = masks[own_name] = torch.cat([own_mask.new_ones(inputs, in_front), own_mask], dim=1)
     embedded = model_kwargs.get("inputs_embeds")  # these replace the tokens, which may be the last ones only, or none
     read = length if embedded is None or config.is_encoder_decoder else embedded.shape[1]
-    if books.each > 1 and not cross and STATES in model_kwargs:  # these are in front of the tokens
+    if books != PLAIN and not cross and STATES in model_kwargs:  # these are in front of the tokens
         read += model_kwargs[STATES].shape[1]
     if cached != (read if own_mask is None else own_mask.shape[1]):
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
@@ -266,7 +266,7 @@ def prefilled(
     exceeds_table = table is not None and cached + limit - length - 1 > table.num_embeddings  # Bark's
     if exceeds_table or (follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings):
         raise CannotBeCaptured("more positions than the model has")
-    if books.each > 1:
+    if books != PLAIN:
         following = {name: given[name] for name in DELAYS if name in given}
     else:
         following = _next_inputs(model, tokens, {**given, **masks}, ends - starts, own_name, read)
