@@ -217,7 +217,7 @@ class Writer:
             {self._name(token): _finite(value) for token, value in (*each.top, (each.token, each.logprob))}
             for each in told
         ]
-        # Nothing comes before the first token of a prompt that it could be likely behind.
+        # The first token of a prompt has no log-probability.
         first: list[None] = [] if piece.prompt is None else [None]
         tokens = [*prompt[: len(first)], *tokens]
         lengths = (len(token_text(self._tokenizer, token)) for token in tokens[:-1])

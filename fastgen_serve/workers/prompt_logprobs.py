@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a prompt, each behind those before it: one forward pass, and no new tokens."""
+"""Log-probabilities of the tokens of a prompt, each given those before it, from one forward pass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import TokenLogprob
 from fastgen_serve.workers.watching import check_numbers
 
-# The part of the memory that is free that the logits of a prompt may take.
+# The part of the free memory that the logits of a prompt may take.
 _SHARE = 0.25
 # Positions whose log-probabilities are computed at a time.
 _BLOCK = 64
 
 
 def check_size(model: Any, tokens: int) -> None:
-    """Raises BadRequest where the logits of a prompt of so many tokens do not fit into memory."""
+    """Raises BadRequest if the logits of a prompt of this many tokens do not fit into the host's memory."""
+    if model.device.type != "cpu":  # where memory runs out there, this request fails alone
+        return
     size = tokens * model.config.get_text_config(decoder=True).vocab_size * model.dtype.itemsize
     most = _SHARE * free_host_memory()
     if size > most:
@@ -32,7 +34,7 @@ def check_size(model: Any, tokens: int) -> None:
 
 @torch.inference_mode()
 def prompt_logprobs(model: Any, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
-    """The log-probability of each token but the first, and those of the `count` likeliest at its position.
+    """Returns the log-probability of each token but the first, and those of the `count` likeliest at its position.
 
     Raises:
         Failed: they are not numbers.
