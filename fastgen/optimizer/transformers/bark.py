@@ -1,7 +1,7 @@
 """Bark's attention in a captured step.
 
-It has a table of the positions that each query sees, as long as sequences may become. A step has one query, which sees
-all that is stored, and room for more positions than the table has.
+The model masks with a table of `max_position_embeddings` positions. A step has one query, which sees every stored
+position, and its buffers may be longer than the table. So the step attends without the table.
 """
 
 from __future__ import annotations

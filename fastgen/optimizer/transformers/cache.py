@@ -176,7 +176,7 @@ def with_source(cache: Cache, config: Any) -> Cache:
 
 
 def empty_for(config: Any) -> Cache:
-    """A cache for a decoder of this configuration, and for the K and V of what an encoder gives."""
+    """Returns an empty cache for self-attention and cross-attention of a decoder of this configuration."""
     return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
 

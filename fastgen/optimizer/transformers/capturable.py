@@ -1,10 +1,10 @@
-"""Which models have captured steps though the library does not run them with a static cache."""
+"""Models that have captured steps although the library does not run them with a static cache."""
 
 from __future__ import annotations
 
-# The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
-# looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
-# run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
+# The library does not run these with a static cache, because they read its length on the host, or because nobody has
+# checked them yet. In a captured step the host knows the length (`SymbolicLength`). Any other model that the library
+# excludes may compute positions from the number of keys, which is the buffers' capacity: GPT-Neo does.
 CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (

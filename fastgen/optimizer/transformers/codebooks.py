@@ -1,7 +1,8 @@
-"""Models that read several rows of tokens for each of their inputs: one for each codebook of a sound.
+"""Models that read several rows of tokens per input: one for each codebook of the audio codec.
 
-Codebooks are behind each other by some steps. A mask has what the model reads of each row at each position in place of
-what was generated, or -1. With guidance, a model reads each input twice, the second time without its condition.
+Each codebook is some steps later than the one before. A delay mask holds the token that the model reads at each
+position in place of the generated one, or -1. With guidance, the model reads each input twice, the second time without
+its condition.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Inputs that say, [rows of tokens, max_length], what is read in place of what was generated.
+# Inputs with the delay mask, [rows of tokens, max_length].
 DELAYS = ("decoder_delay_pattern_mask", "delay_pattern_mask")
 
 
 class Codebooks(NamedTuple):
-    """Which rows of a model rows of tokens are."""
+    """How rows of tokens map to rows of the model."""
 
-    each: int = 1  # rows of tokens of an input
-    copies: int = 1  # rows of the model of an input: first all inputs, and then all of them once more
+    each: int = 1  # rows of tokens per input
+    copies: int = 1  # rows of the model per input: all inputs, and with guidance all of them once more
 
     @classmethod
     def of(cls, model: Any, model_kwargs: Mapping[str, Any]) -> Codebooks:
-        """Those of a model with these inputs."""
+        """Returns the mapping of a model that gets these inputs."""
         if not any(isinstance(model_kwargs.get(name), Tensor) for name in DELAYS):
             return cls()
         scale = model_kwargs.get("guidance_scale")
@@ -32,15 +33,15 @@ class Codebooks(NamedTuple):
         return cls(getattr(model, "decoder", model).num_codebooks, 2 if guided else 1)
 
     def rows(self, tokens: int) -> int:
-        """Rows of the model for so many rows of tokens."""
+        """Returns the number of rows of the model for a number of rows of tokens."""
         return tokens // self.each * self.copies
 
     def of_rows(self, numbers: Tensor) -> Tensor:
-        """Of each row of the model, what is given for each row of tokens: the same for all codebooks of an input."""
+        """Maps values of rows of tokens, equal in all codebooks of an input, to values of rows of the model."""
         return numbers if self == PLAIN else numbers[:: self.each].repeat(self.copies)
 
 
-# Each row of tokens is one of the model.
+# Every row of tokens is a row of the model.
 PLAIN = Codebooks()
 
 
@@ -50,8 +51,8 @@ def are_read(model: Any) -> bool:
 
 
 def without_nothing(mask: Tensor, stored: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """A mask of a source, [rows, positions], with ones for rows that are masked altogether and whose K and V are zero:
-    with guidance, the states of the second half are. Attention gives zero there, whatever it attends to.
+    """Returns a mask of a source, [rows, positions], with ones in rows that are fully masked and have K and V of zeros,
+    as the second half with guidance. Attention returns zero there, whatever it attends to.
     """
     empty = ~(mask != 0).any(dim=1)
     for keys, values in stored:

@@ -38,7 +38,7 @@ _HOOKED = {
     "_update_model_kwargs_for_generation": loop_hooks.update_kwargs,
     "_check_early_stop_heuristic": loop_hooks.early_stop,
 }
-# Beside the variables of a `generate`, which code they are those of.
+# The key under which a `generate`'s local variables also hold its code.
 _CODE = "(code)"
 
 
@@ -63,7 +63,7 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def sample(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `GenerationMixin._sample`: the loop of a call, or one that a model's own `generate` has begun."""
+    """Wrapper of `GenerationMixin._sample`: runs the loop of a call, or one that a model's own `generate` begins."""
     is_begun = Call.current(model) is not None or not patching.stands_for("GenerationMixin.generate")
     given = {} if is_begun or not patching.is_active() else _given_to_generate(model)
     if not given or given[_CODE] is inspect.unwrap(GenerationMixin.generate).__code__:
@@ -73,7 +73,7 @@ def sample(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 @interrupts.guarded
 def _sample_of(given: dict[str, Any], wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A loop that a `generate` with these variables has begun."""
+    """Runs a loop that a `generate` with these local variables has begun."""
     arguments = dict(inspect.signature(wrapped).bind(*args, **kwargs).arguments)
     arguments |= arguments.pop("model_kwargs", {})
 
@@ -218,13 +218,13 @@ def _decide_loop(
     if reason is not None:
         fall_back(model, reason)
         return None
-    # The library's `generate` makes a cache where it is given none. Another caller may go on with the cache it passes.
+    # The library's `generate` makes a cache if it gets none. Another caller may continue with the cache that it passes.
     is_librarys = given.get(_CODE) is inspect.unwrap(GenerationMixin.generate).__code__
     cache_is_the_users = releases.has_own_cache(given["kwargs"] if is_librarys else arguments)
-    if is_of_own_generate and None in (config.num_beams, config.num_return_sequences):  # which fills in no defaults
+    if is_of_own_generate and None in (config.num_beams, config.num_return_sequences):  # that sets no defaults
         config = copy.copy(config)
         config.num_beams, config.num_return_sequences = config.num_beams or 1, config.num_return_sequences or 1
-    entering = None if is_of_own_generate else claimed()  # slots have a row of tokens for each input
+    entering = None if is_of_own_generate else claimed()  # slots have one row of tokens per input
     call = Call(model, not config.output_logits, cache_is_the_users, entering=entering, draft=draft)
     call.is_of_own_generate = is_of_own_generate
     return _Attempt(call, {**arguments, "generation_config": config})

@@ -240,7 +240,7 @@ def _check_inputs(model: Any, rows: int, model_kwargs: dict[str, Any]) -> None:
 
 
 def _check_of_codebooks(name: str, value: Any, rows: int) -> None:
-    """The same for an input of a model that reads codebooks, and for so many rows of what it is."""
+    """Raises `CannotBeCaptured` if an input of a model with codebooks is unknown, or does not have this many rows."""
     given = value[0] if name == "encoder_outputs" and isinstance(value, ModelOutput) else value
     if value is None or has_no_rows(name, value):
         return

@@ -230,7 +230,7 @@ def takes_more_than_text(model: Any) -> bool:
 
 
 def pictures_in_front(model: Any) -> int:
-    """Positions of pictures in front of the tokens in the cache that no input has: GIT adds them to masks."""
+    """Returns how many picture positions the cache has before the tokens, for which GIT itself widens the mask."""
     if _class_of(model) != _GIT:
         return 0
     count: int = model.git.encoder.layer[0].attention.self.image_patch_tokens

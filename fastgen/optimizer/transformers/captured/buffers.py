@@ -67,7 +67,7 @@ class StepBuffers:
         self._marked = 1 if key.draft is None else key.width
         self.inputs = {name: self._input(name, prompt.tensors[name]) for name in key.tensors}
         self.present = self.start = 0
-        self._delays: dict[str, Tensor] = {}  # of the call, of all its positions: those of `DELAYS`
+        self._delays: dict[str, Tensor] = {}  # the call's delay masks (`DELAYS`), for all positions
         self._lengths: tuple[list[int], list[int]] = ([], [])  # positions that the prefill has stored in each layer
 
     @property
@@ -118,13 +118,13 @@ class StepBuffers:
         return [buffer for name, buffer in self.inputs.items() if self._key.is_sequences_mask(name)]
 
     def of_step(self, length: Tensor) -> dict[str, Tensor]:
-        """The inputs of the model in a step that reads the last of so many tokens of each sequence, [rows]."""
+        """Returns the model's inputs in a step that reads the last of `length` tokens, [rows], of each sequence."""
         last = (length - 1).unsqueeze(1)
         delays = {name: buffer.gather(1, last) for name, buffer in self.inputs.items() if name in DELAYS}
         return self.inputs | delays
 
     def _put_delay(self, name: str, buffer: Tensor) -> None:
-        """What a call says of all its positions, as far as there is room."""
+        """Stores the call's inputs for all positions, as far as the buffers reach."""
         given = self._delays[name][:, : buffer.shape[1] - self.start]
         buffer[:, self.start : self.start + given.shape[1]] = given
 

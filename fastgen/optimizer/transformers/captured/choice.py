@@ -173,7 +173,7 @@ class Choice:
 
     def _keep(self, turns: Sequence[Turn]) -> None:
         for host, inputs, *_ in turns:
-            rows = self._rows(inputs)  # of logits that guidance makes one of, all
+            rows = self._rows(inputs)  # of logits: all, if guidance combines them
             kept = {name: each[rows] if len(each) == self._size[0] else each for name, each in self.kept.items()}
             host.keep(kept)
 

@@ -57,7 +57,6 @@ class PrefilledCall:
 
     Raises:
         CannotBeCaptured: no captured step can begin from the prefill.
-        CannotBeCaptured: no captured step can begin from the prefill.
     """
 
     _code_type: type[HostCode] = HostCode
@@ -104,7 +103,7 @@ class PrefilledCall:
             self.prompt.tensors[row_adapters.NUMBERS] = torch.full_like(self.prompt.tokens[:, :1], number)
 
     def _check_guidance(self) -> None:
-        """Raises CannotBeCaptured where something else than guidance gets the scores of both copies of an input."""
+        """Raises `CannotBeCaptured` if anything but guidance gets the scores of both copies of an input."""
         known = processors.all_known(self._signed)
         where = None if known is None else [n for n, each in enumerate(known) if each.signature[1:2] == (GUIDANCE,)]
         if (self._codebooks.copies > 1 and where != [0]) or (self._codebooks.copies == 1 and where):
