@@ -95,7 +95,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(name: str, tmp_path: Pat
         status = finished(child)
         timer.cancel()
         timer.join()
-        if status == 0:  # it was faster: once more
+        if status == 0 or (output.exists() and not journal.exists()):  # it was faster than the signal: once more
             assert output.read_bytes() == whole.read_bytes()
             output.unlink()
             Path(f"{output}.errors.jsonl").unlink()
