@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import fastgen
 from fastgen import counters, settings
@@ -16,7 +18,10 @@ from tests.equivalence.captured import Counting, captures, reasons
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, ONE_CODEBOOK, build, calls, inputs, ways
 
-CAPTURED = ["musicgen", "musicgen, stereo", "musicgen melody", "bark"]
+RELEASE = Version(transformers.__version__)
+# Before 5.24, Melody's prefill stores other positions than its tokens, and its calls have hooks alone.
+MELODY = ["musicgen melody"] if Version("5.24") <= RELEASE else []
+CAPTURED = ["musicgen", "musicgen, stereo", *MELODY, "bark"]
 SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -49,7 +54,7 @@ def test_steps_are_captured(name: str, way: str) -> None:
         assert captures() >= 2, (reasons(), fallbacks())
 
 
-@pytest.mark.parametrize("name", ["musicgen", "musicgen melody"])
+@pytest.mark.parametrize("name", ["musicgen", *MELODY])
 @pytest.mark.parametrize("guidance", [{}, {"guidance_scale": 2.0}], ids=["alone", "guided"])
 def test_what_captured_steps_of_codebooks_return(name: str, guidance: dict[str, Any], way: str) -> None:
     """Scores and logits, of which guidance makes one of two; K and V of both; and tokens behind a prompt of sounds."""
@@ -105,7 +110,11 @@ def test_codebooks_are_streamed(way: str) -> None:
 @pytest.mark.parametrize(
     "options, why",
     [
-        ({"repetition_penalty": 1.3, "guidance_scale": 3.0}, "guidance that does not come first"),
+        pytest.param(
+            {"repetition_penalty": 1.3, "guidance_scale": 3.0},
+            "guidance that does not come first",
+            marks=pytest.mark.skipif(Version("5.24") > RELEASE, reason="the library raises for its own padding token"),
+        ),
         ({"eos_token_id": 5, "suppress_tokens": [5]}, "codebooks that end for themselves"),
         ({"logits_processor": [Counting()], "guidance_scale": 3.0}, "guidance that does not come first"),
     ],
@@ -126,6 +135,7 @@ def test_nothing_is_drafted_for_codebooks(way: str) -> None:
     assert fastgen.stats()[counters.DRAFTS]["not used"] == {"rows of tokens that are codebooks": 1}
 
 
+@pytest.mark.skipif(Version("5.17") > RELEASE, reason="the library raises")
 def test_the_decoder_of_a_model_generates_alone() -> None:
     """From tokens in place of states, and from a prompt of which the library's steps read the last token."""
     model = copy.deepcopy(build(MODELS["musicgen"]).decoder)
