@@ -293,7 +293,8 @@ async def complete(body: CompletionRequest, request: Request) -> Any:
         choices = []
         for piece in pieces:
             number = piece.index // run.decoding.results
-            echoed = prompts.text_of(model, given[number], inputs[number], body) if body.echo else ""
+            begins = body.echo and piece.is_first
+            echoed = prompts.text_of(model, given[number], inputs[number], body) if begins else ""
             choices.append(run.writer.completion(piece, inputs[number], echoed))
         return answers.Completion(object="text_completion", choices=choices, **run.head, **more)
 

@@ -157,9 +157,9 @@ class Writer:
         self._has_logprobs = body.wanted_logprobs is not None
 
     def completion(self, piece: Piece, prompt: Sequence[int], echoed: str = "") -> answers.CompletionChoice:
-        """A choice of a completion, or a chunk of one, behind the text of its prompt where that is `echoed`."""
+        """Returns a choice of a completion, or a chunk of one. `echoed` comes before its text."""
         made = answers.CompletionChoice(
-            text=echoed + piece.text if piece.is_first else piece.text,
+            text=echoed + piece.text,
             logprobs=self._completion_logprobs(piece, prompt) if self._has_logprobs else None,
             **self._common(piece),
         )

@@ -10,7 +10,7 @@ import torch
 from fastgen.memory import free_host_memory
 from fastgen_serve.errors import BadRequest
 from fastgen_serve.jobs import TokenLogprob
-from fastgen_serve.workers.watching import check_numbers
+from fastgen_serve.workers.watching import token_logprobs
 
 # The part of the free memory that the logits of a prompt may take.
 _SHARE = 0.25
@@ -42,11 +42,8 @@ def prompt_logprobs(model: Any, tokens: Sequence[int], count: int) -> tuple[Toke
     ids = torch.tensor([tokens], device=model.device)
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     made: list[TokenLogprob] = []
-    for some, wanted in zip(logits[:-1].split(_BLOCK), ids[0, 1:, None].split(_BLOCK), strict=True):
-        scores = torch.log_softmax(some.float(), dim=-1)
-        best = scores.topk(min(count, scores.shape[1]), dim=1)
-        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        each = zip(wanted[:, 0].tolist(), scores.gather(1, wanted)[:, 0].tolist(), tops, strict=True)
-        made += [TokenLogprob(token, value, tuple(zip(*top, strict=True))) for token, value, top in each]
-    check_numbers(each.logprob for each in made)
+    for first in range(1, len(tokens), _BLOCK):
+        following = tokens[first : first + _BLOCK]
+        scores = torch.log_softmax(logits[first - 1 : first - 1 + len(following)].float(), dim=-1)
+        made += token_logprobs(scores, following, count)
     return tuple(made)

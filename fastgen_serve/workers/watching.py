@@ -122,6 +122,22 @@ def check_numbers(scores: Iterable[float]) -> None:
         raise Failed("the model has failed: scores are not numbers")
 
 
+def token_logprobs(scores: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Returns an entry for each of `tokens` [rows], with the `count` likeliest tokens of its row.
+
+    Args:
+        scores: log-probabilities, [rows, vocabulary].
+
+    Raises:
+        Failed: the log-probability of a token is NaN.
+    """
+    chosen = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    check_numbers(chosen)
+    best = scores.topk(min(count, scores.shape[1]), dim=1)
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return [TokenLogprob(*each) for each in zip(tokens, chosen, tops, strict=True)]
+
+
 class Recorder(LogitsProcessor):
     """Holds the log-probabilities of all tokens of a step, until the chosen tokens are known.
 
@@ -142,13 +158,7 @@ class Recorder(LogitsProcessor):
         """Returns entries for `tokens` [rows], the step's chosen tokens at this position, and keeps them."""
         assert self._step is not None, "processors run before criteria"
         self._rows = self._rows or [[] for _ in tokens]
-        chosen = self._step.gather(1, torch.tensor(tokens, device=self._step.device)[:, None])[:, 0].tolist()
-        check_numbers(chosen)
-        best = self._step.topk(min(self._count, self._step.shape[1]), dim=1)
-        tops = [
-            tuple(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-        made = [TokenLogprob(*each) for each in zip(tokens, chosen, tops, strict=True)]
+        made = token_logprobs(self._step, tokens, self._count)
         for row, each in zip(self._rows, made, strict=True):
             row[position:] = [each]
         return made
