@@ -66,7 +66,7 @@ def sample(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Wrapper of `GenerationMixin._sample`: runs the loop of a call, or one that a model's own `generate` begins."""
     is_begun = Call.current(model) is not None or not patching.stands_for("GenerationMixin.generate")
     given = {} if is_begun or not patching.is_active() else _given_to_generate(model)
-    if not given or given[_CODE] is inspect.unwrap(GenerationMixin.generate).__code__:
+    if not given or _is_librarys(given):
         return loop.decode(wrapped, model, args, kwargs)
     return _sample_of(given, wrapped, model, args, kwargs)
 
@@ -179,6 +179,11 @@ def _given_to_generate(model: Any) -> dict[str, Any]:
     return found if found.get("self") is model else {}
 
 
+def _is_librarys(given: dict[str, Any]) -> bool:
+    """Whether these local variables, as from `_given_to_generate`, are those of the library's `generate`."""
+    return given.get(_CODE) is inspect.unwrap(GenerationMixin.generate).__code__
+
+
 def _librarys_loop(model: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Callable[[], Any]:
     """Returns the call of the library's own loop.
 
@@ -219,8 +224,7 @@ def _decide_loop(
         fall_back(model, reason)
         return None
     # The library's `generate` makes a cache if it gets none. Another caller may continue with the cache that it passes.
-    is_librarys = given.get(_CODE) is inspect.unwrap(GenerationMixin.generate).__code__
-    cache_is_the_users = releases.has_own_cache(given["kwargs"] if is_librarys else arguments)
+    cache_is_the_users = releases.has_own_cache(given["kwargs"] if _is_librarys(given) else arguments)
     if is_of_own_generate and None in (config.num_beams, config.num_return_sequences):  # that sets no defaults
         config = copy.copy(config)
         config.num_beams, config.num_return_sequences = config.num_beams or 1, config.num_return_sequences or 1
