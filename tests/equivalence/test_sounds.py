@@ -17,6 +17,7 @@ from fastgen.optimizer.transformers.captured import sizes
 from tests.equivalence.captured import Counting, captures, reasons
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, ONE_CODEBOOK, build, calls, inputs, ways
+from tests.equivalence.user_code import Listens
 
 RELEASE = Version(transformers.__version__)
 # Before 5.24, Melody's prefill stores other positions than its tokens, and its calls have hooks alone.
@@ -86,24 +87,13 @@ def test_guidance_of_one_codebook(way: str) -> None:
     assert captures() == 2, (reasons(), fallbacks())
 
 
-class _Streamer:
-    def __init__(self) -> None:
-        self.put_tokens: list[Any] = []
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.put_tokens.append(tokens.tolist())
-
-    def end(self) -> None:
-        self.put_tokens.append("end")
-
-
 def test_codebooks_are_streamed(way: str) -> None:
     model, streamed = build(MODELS["musicgen"]), []
     for run in (fastgen.disabled, contextlib.nullcontext):
-        streamer = _Streamer()
+        streamer = Listens()
         with run():
             model.generate(**inputs("musicgen"), do_sample=False, guidance_scale=3.0, streamer=streamer)
-        streamed.append(streamer.put_tokens)
+        streamed.append(streamer.heard)
     assert streamed[0] == streamed[1] and captures() == 1, (reasons(), fallbacks())
 
 
