@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
-from fastgen.decoding import library_code, norms
+from fastgen.decoding import convolutions, library_code, norms
 from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
 from fastgen.decoding.modules import is_plain, modules_of
 from fastgen.decoding.weights import formats
@@ -41,7 +41,8 @@ HALF = (torch.float16, torch.bfloat16)
 # Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's kernel costs as much as it
 # saves.
 MIN_WEIGHT = 2**18
-# Low-bit weights also take less memory, and so less time if the cache holds other data as well.
+# The same for weights of fewer bits. Low-bit weights also take less memory, and so less time if the cache holds other
+# data as well. Without instructions for half precision, torch takes much longer.
 MIN_QUANTISED = 2**16
 
 
@@ -181,7 +182,7 @@ class FastLayers:
         form = norms.form_of(module)
         if form is not None:
             return FunctionForm(module, partial(norms.normalise, module, form), partial(norms.serves, module))
-        return self._linear(module, precision_on)
+        return convolutions.form_of(module) or self._linear(module, precision_on)
 
     def _linear(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         """Returns the form of a linear layer; None for any other layer, or if torch's product is as good."""
@@ -193,13 +194,14 @@ class FastLayers:
             return None
         precision = precision_on(weight.device)
         is_low_bit = precision != "fp32" or settings.current().self_speculation != "off"
-        if weight.numel() < (min(MIN_WEIGHT, MIN_QUANTISED) if is_low_bit else MIN_WEIGHT):
+        is_narrow = is_low_bit or (weight.dtype in HALF and not choose.is_left_to_torch(weight.dtype))
+        if weight.numel() < (min(MIN_WEIGHT, MIN_QUANTISED) if is_narrow else MIN_WEIGHT):
             return None
         if precision != "fp32":
             replacement = _quantized(module, transposed, precision)
             if replacement is not None or weight.dtype not in HALF:
                 return replacement
-        is_served = weight.dtype is torch.float32 or (weight.dtype in HALF and not transposed)
+        is_served = weight.dtype is torch.float32 or weight.dtype in HALF
         if not is_served or not choose.is_available() or not is_plain(module, weight.dtype):
             return None
         return FloatLinear(module, transposed)

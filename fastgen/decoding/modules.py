@@ -24,8 +24,14 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
-    """Whether a layer has only a weight and maybe a bias, of this dtype and on this type of device."""
+def is_plain(
+    module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", *, dimensions: int = 2
+) -> bool:
+    """Whether a layer has only a weight and maybe a bias, of this dtype and on this type of device.
+
+    Args:
+        dimensions: of the weight.
+    """
     for name in ("weight", "bias"):
         parameter = module._parameters.get(name)
         if parameter is None:
@@ -37,6 +43,8 @@ def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32, device: str 
             return False
         if parameter.dtype is not dtype or parameter.device.type != device or parameter.layout != torch.strided:
             return False
-        if parameter.dim() != (2 if name == "weight" else 1) or (name == "bias" and not parameter.is_contiguous()):
+        if parameter.dim() != (dimensions if name == "weight" else 1) or (
+            name == "bias" and not parameter.is_contiguous()
+        ):
             return False
     return not parametrize.is_parametrized(module)

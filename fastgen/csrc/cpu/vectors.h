@@ -8,6 +8,7 @@ typedef int32_t Ints __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(4), 
 // Two 16-bit elements in each lane.
 typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(2), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(1), may_alias));
+typedef uint16_t FewWords __attribute__((vector_size(FASTGEN_WIDTH * 2), aligned(2), may_alias));
 typedef uint8_t FewBytes __attribute__((vector_size(FASTGEN_WIDTH), aligned(1), may_alias));
 
 // A constant tuned to the registers, for each vector width.

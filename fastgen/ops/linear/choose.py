@@ -29,7 +29,7 @@ from torch import Tensor
 from fastgen import memory
 from fastgen.ops import _library
 from fastgen.ops.linear import fit, kernels, panels
-from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, UPCAST, Kernel
+from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, Kernel
 
 
 class Isa(enum.IntEnum):
@@ -50,7 +50,7 @@ class Layout(enum.Enum):
     PANELS = "panels"  # float32 that 16 bits represent exactly, packed in panels (`panels.py`)
 
 
-KERNELS = {kernel.name: kernel for kernel in (GEMV, GEMM, BF16X3, UPCAST)}
+KERNELS = {kernel.name: kernel for kernel in (GEMV, GEMM, BF16X3)}
 # Names in the table for torch's own kernel, and for the packed 16-bit copy.
 TORCH, PANELS = "torch", "panels"
 
@@ -61,8 +61,10 @@ SERVE: Mapping[Key, Sequence[str]] = {
     (torch.float32, Layout.ROWS): ("gemv", "gemm", "bf16x3"),
     (torch.float32, Layout.COLUMNS): ("gemv", "gemm"),
     (torch.float32, Layout.PANELS): (PANELS, "gemm", "bf16x3"),
-    (torch.bfloat16, Layout.ROWS): ("gemv", TORCH, "upcast"),
-    (torch.float16, Layout.ROWS): ("gemv", TORCH, "upcast"),
+    (torch.bfloat16, Layout.ROWS): ("gemv", TORCH, "gemm"),
+    (torch.bfloat16, Layout.COLUMNS): ("gemv", TORCH, "gemm"),
+    (torch.float16, Layout.ROWS): ("gemv", TORCH, "gemm"),
+    (torch.float16, Layout.COLUMNS): ("gemv", TORCH, "gemm"),
 }
 # The fastest kernel up to each number of rows. A row of the table ends with the kernel for all larger numbers.
 Row = Sequence[tuple[float, str]]
@@ -73,23 +75,26 @@ _FLOATS: Mapping[Key, Row] = {
     (torch.float32, Layout.COLUMNS): ((1, "gemv"), (_REST, "gemm")),
     (torch.float32, Layout.PANELS): ((panels.MAX_ROWS, PANELS), (_REST, "gemm")),
 }
-_UPCAST: Row = ((64, "gemv"), (_REST, "upcast"))
 _BF16, _FP16 = (torch.bfloat16, Layout.ROWS), (torch.float16, Layout.ROWS)
+_BF16_COLUMNS, _FP16_COLUMNS = (torch.bfloat16, Layout.COLUMNS), (torch.float16, Layout.COLUMNS)
+_HALVES: Row = ((64, "gemv"), (_REST, "gemm"))
+_HALF_COLUMNS: Row = ((16, "gemv"), (_REST, "gemm"))
 # On processors that multiply bfloat16, torch uses that for many rows.
 _MULTIPLIED: Row = ((64, "gemv"), (_REST, TORCH))
-_WITHOUT_GEMV: Row = ((8, TORCH), (_REST, "upcast"))
+_FLOATS_AND_FP16 = {**_FLOATS, _FP16: _HALVES, _FP16_COLUMNS: _HALF_COLUMNS}
 TABLE: Mapping[Isa, Mapping[Key, Row]] = {
     Isa.PORTABLE: {},
-    Isa.AVX2: {**_FLOATS, _BF16: _WITHOUT_GEMV, _FP16: _WITHOUT_GEMV},
-    Isa.AVX512: {**_FLOATS, _BF16: _UPCAST, _FP16: _UPCAST},
-    Isa.AVX512_BF16: {**_FLOATS, _BF16: _MULTIPLIED, _FP16: _UPCAST},
+    Isa.AVX2: {**_FLOATS_AND_FP16, _BF16: ((24, "gemv"), (_REST, "gemm")), _BF16_COLUMNS: _HALF_COLUMNS},
+    Isa.AVX512: {**_FLOATS_AND_FP16, _BF16: _HALVES, _BF16_COLUMNS: _HALF_COLUMNS},
+    Isa.AVX512_BF16: {**_FLOATS_AND_FP16, _BF16: _MULTIPLIED, _BF16_COLUMNS: _ALL_TORCH},
     Isa.AMX: {
-        **_FLOATS,
+        **_FLOATS_AND_FP16,
         # Fewer than 16 rows do not fill a tile, and take as long as 16.
         (torch.float32, Layout.ROWS): ((8, "gemv"), (15, "gemm"), (_REST, "bf16x3")),
         (torch.float32, Layout.PANELS): ((15, PANELS), (_REST, "bf16x3")),
         _BF16: ((16, "gemv"), (_REST, TORCH)),
-        _FP16: ((16, "gemv"), (_REST, "upcast")),
+        _BF16_COLUMNS: _ALL_TORCH,
+        _FP16: ((16, "gemv"), (_REST, "gemm")),
     },
 }
 
@@ -130,6 +135,11 @@ def layout_of(weight: Tensor) -> Layout | None:
 def reads_panels(m: int) -> bool:
     """Whether M rows of float32 read a weight from its packed 16-bit copy."""
     return panels.is_available() and name_of(torch.float32, Layout.PANELS, m) == PANELS
+
+
+def is_left_to_torch(dtype: torch.dtype) -> bool:
+    """Whether torch's own kernel serves many rows of this type, whose instructions the processor then has."""
+    return name_of(dtype, Layout.ROWS, 2**20) == TORCH
 
 
 @functools.cache

@@ -32,6 +32,7 @@ _ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 128, 256)
 _SHAPES = ((768, 768), (3072, 768), (768, 3072))
 # Rounds of each; bytes of the weights that a round goes through, so that no cache holds them.
 _ROUNDS, _BYTES = 5, 2**25
+_FAR_FASTER = 4
 Seconds = dict[str, float]
 
 
@@ -74,11 +75,25 @@ def main() -> int:
 def measured(key: Key, isa: Isa) -> dict[int, Seconds]:
     """Returns, for each M, the seconds that each kernel takes for one weight of every shape, all shapes together."""
     found: dict[int, Seconds] = {}
+    beaten: set[str] = set()
     for m in _ROWS:
-        names = [name for name in SERVE[key] if choose.serves(name, key, m, isa)]
+        names = [name for name in SERVE[key] if choose.serves(name, key, m, isa) and name not in beaten]
         shapes = [_shortest(names, key, m, *shape) for shape in _SHAPES]
         found[m] = {name: sum(seconds[name] for seconds in shapes) for name in names}
+        beaten |= _beaten(names, found[m])
     return found
+
+
+def _beaten(names: Sequence[str], seconds: Seconds) -> set[str]:
+    """Returns the kernels that need not be measured for larger M: one that takes over from them is far faster.
+
+    Without instructions for half precision, torch takes a second for what others multiply in milliseconds.
+    """
+    return {
+        name
+        for place, name in enumerate(names)
+        if any(seconds[later] * _FAR_FASTER < seconds[name] for later in names[place + 1 :])
+    }
 
 
 def table(names: Sequence[str], seconds: dict[int, Seconds]) -> list[tuple[int | None, str]]:

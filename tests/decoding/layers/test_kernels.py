@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -36,6 +37,14 @@ def expected(dtype: torch.dtype, rows: int, layout: Layout = Layout.ROWS) -> Mul
     return [] if kernel is None else [(kernel.name, rows)]
 
 
+def _noting_dtypes(forward: Callable[..., torch.Tensor], called: list[torch.dtype]) -> Callable[..., torch.Tensor]:
+    def noting(module: nn.Module, x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        called.append(x.dtype)
+        return forward(module, x, *rest)
+
+    return noting
+
+
 @pytest.mark.parametrize("biased", [True, False])
 def test_is_the_layer(biased: bool, dtype: torch.dtype, multiplied: Multiplied) -> None:
     """Rounded once. Hooks run around it."""
@@ -53,19 +62,37 @@ def test_is_the_layer(biased: bool, dtype: torch.dtype, multiplied: Multiplied) 
     assert "forward" not in vars(model[0])
 
 
-def test_a_weight_whose_outputs_are_adjacent(multiplied: Multiplied) -> None:
-    """GPT-2's kind of layer stores [inputs, outputs]; in half precision it stays torch's."""
-    model = nn.Sequential(Transposed(40, 30))
+def test_a_weight_whose_outputs_are_adjacent(dtype: torch.dtype, multiplied: Multiplied) -> None:
+    """GPT-2's kind of layer stores [inputs, outputs]."""
+    model = nn.Sequential(Transposed(40, 30)).to(dtype)
     for rows in (1, 2, 40):
-        x = torch.randn(rows, 40)
-        wanted = model(x)
+        x = torch.randn(rows, 40).to(dtype)
+        exact = copy.deepcopy(model).double()(x.double())
         with FastLayers.of(model, KINDS):
-            torch.testing.assert_close(model(x), wanted)
-    assert multiplied == [each for rows in (1, 2, 40) for each in expected(torch.float32, rows, Layout.COLUMNS)]
-    multiplied.clear()
-    with FastLayers.of(model.bfloat16(), KINDS):
-        model(torch.randn(2, 40).bfloat16())
-    assert not multiplied
+            y = model(x)
+        torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=1e-5)
+    assert multiplied == [each for rows in (1, 2, 40) for each in expected(dtype, rows, Layout.COLUMNS)]
+
+
+@pytest.mark.parametrize("is_multiplied", [True, False], ids=["with instructions", "without"])
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_a_convolution_in_half_precision(
+    dimensions: int, is_multiplied: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without instructions for half precision it is computed in float32, and rounded once."""
+    monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: is_multiplied)
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
+    layer = kind(6, 4, 3, stride=2, padding=1, padding_mode="reflect", groups=2, bias=dimensions != 2).to(dtype)
+    model, x = nn.Sequential(layer), torch.randn(2, 6, *(9, 7, 5)[:dimensions]).to(dtype)
+    before, called = model(x), []
+    monkeypatch.setattr(kind, "_conv_forward", _noting_dtypes(kind._conv_forward, called))
+    with FastLayers.of(model, KINDS):
+        found = model(x)
+    assert called == [torch.float32 if not is_multiplied else dtype]
+    if not is_multiplied:
+        exact = kind.forward(copy.deepcopy(layer).float(), x.float())
+        assert torch.equal(found, exact.to(dtype))
+    torch.testing.assert_close(found, before, rtol=2e-2, atol=2e-2)
 
 
 class Scaled(nn.Linear):

@@ -26,7 +26,7 @@ needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="the exten
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # What torch calls them; None: all that the processor has.
 NAMES = {Isa.PORTABLE: "default", Isa.AVX2: "avx2", Isa.AVX512: "avx512", Isa.AVX512_BF16: None, Isa.AMX: None}
-KEYS = [(F32, Layout.ROWS), (F32, Layout.COLUMNS), (F32, Layout.PANELS), (BF16, Layout.ROWS), (F16, Layout.ROWS)]
+KEYS = [(F32, layout) for layout in Layout] + list(itertools.product((BF16, F16), (Layout.ROWS, Layout.COLUMNS)))
 HERE = choose.instruction_set()
 REST = math.inf
 
@@ -93,7 +93,7 @@ def test_rows_of_the_table_are_whole(isa: Isa) -> None:
         bounds = [most for most, _ in row]
         assert bounds == sorted(set(bounds)) and bounds[0] >= 1 and bounds[-1] == REST
         for least, (most, name) in zip([1, *(bound + 1 for bound in bounds)], row, strict=False):
-            assert name in (("gemv", "gemm", "bf16x3", PANELS) if dtype is F32 else ("gemv", "upcast", TORCH))
+            assert name in (("gemv", "gemm", "bf16x3", PANELS) if dtype is F32 else ("gemv", "gemm", TORCH))
             assert name != "gemv" or most <= kernels.GEMV_MAX_ROWS[dtype]
             assert name != PANELS or (layout is Layout.PANELS and most <= panels.MAX_ROWS)
             assert name != "bf16x3" or (
@@ -119,13 +119,13 @@ def test_float32_changes_its_bits_where_docs_precision_says(isa: Isa, m: int) ->
 @pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 64, 65, 1000])
 @pytest.mark.parametrize("isa", Isa)
 def test_half_precision_as_docs_precision_says(isa: Isa, m: int) -> None:
-    """With AVX-512 GEMV up to 64 rows, with AMX 16, with AVX2 torch's product up to 8; beyond it weights are upcast."""
-    few = m <= (16 if isa is Isa.AMX else 64)
-    beyond = {Isa.PORTABLE: TORCH, Isa.AVX2: TORCH if m <= 8 else "upcast"}.get(isa, "gemv" if few else "upcast")
-    has_bf16 = isa in (Isa.AVX512_BF16, Isa.AMX)
-    assert choose.name_of(F16, Layout.ROWS, m, isa) == beyond
-    assert choose.name_of(BF16, Layout.ROWS, m, isa) == (TORCH if has_bf16 and not few else beyond)
-    assert choose.name_of(F16, Layout.COLUMNS, m, isa) == choose.name_of(BF16, Layout.COLUMNS, m, isa) == TORCH
+    """GEMV for few rows; for more GEMM, or torch's product where the processor multiplies bfloat16."""
+    for dtype, most in ((F16, 64), (BF16, 24 if isa is Isa.AVX2 else 64)):
+        torchs = isa is Isa.PORTABLE or (dtype is BF16 and isa in (Isa.AVX512_BF16, Isa.AMX))
+        many = TORCH if torchs else "gemm"
+        few = m <= (16 if isa is Isa.AMX else most) and isa is not Isa.PORTABLE
+        assert choose.name_of(dtype, Layout.ROWS, m, isa) == ("gemv" if few else many)
+        assert choose.name_of(dtype, Layout.COLUMNS, m, isa) == ("gemv" if m <= 16 and not torchs else many)
 
 
 @given(
@@ -196,10 +196,10 @@ def test_where_torch_may_round_operands(precision: str, use: Callable[[Isa], Non
         return [choose.kernel_for(torch.ones(m, 8, dtype=t), torch.ones(5, 8, dtype=t), None) for t, m in sizes]
 
     before = torch.get_float32_matmul_precision()
-    assert found() == [GEMV, GEMM, KERNELS["bf16x3"], GEMV, KERNELS["upcast"]]
+    assert found() == [GEMV, GEMM, KERNELS["bf16x3"], GEMV, GEMM]
     try:
         torch.set_float32_matmul_precision(precision)
-        assert found() == [GEMV, GEMM, None, GEMV, KERNELS["upcast"]]
+        assert found() == [GEMV, GEMM, None, GEMV, GEMM]
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -268,7 +268,8 @@ NO_ROWS: list[Any] = [
 NO_PROFILES: list[Any] = [
     None, 7, {"float32": [[None, "gemm"]]}, {"float32 diagonals": [[None, "gemm"]]}, {"float64 rows": [[None, "gemm"]]},
     {"bfloat16 rows": [[None, "gemv"]], "float32 rows": [[None, "blas"]]}, {"float32 columns": [[None, "bf16x3"]]},
-    {"float32 columns": [[None, "upcast"]]}, {"bfloat16 rows": [[None, "gemm"]]}, {"float16 rows": [[None, "bf16x3"]]},
+    {"float32 columns": [[None, "upcast"]]}, {"bfloat16 columns": [[None, "gemv"]]},
+    {"float16 rows": [[None, "bf16x3"]]},
 ]  # fmt: skip
 FILES = [
     *("", "[]", "7", "null", "\x00", "[" * 200_000),  # which are broken

@@ -1,4 +1,4 @@
-"""GEMM in float32 on the weight as it is: one order of sums, whichever way the numbers are laid out.
+"""GEMM on the weight as it is: one order of sums, whichever way the numbers are laid out.
 
 What it has in common with other kernels is in test_kernels.py.
 """
@@ -32,6 +32,19 @@ def test_every_layout_of_a_weight_gives_the_same_bits(backend: str, rows: int, i
     torch.testing.assert_close(
         expected.double(), x.double() @ weight.double().t() + bias, atol=2e-6 * inputs, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("backend", SETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_the_float32_result_rounded_once(dtype: torch.dtype, backend: str) -> None:
+    for rows, outputs, inputs in ((1, 97, 37), (9, 5, 513), (130, 48, 256), (1030, 17, 300)):
+        x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
+        x[0, 0] = torch.inf if rows == 9 else 6e-8  # in float16 a subnormal number
+        with instruction_set(backend):
+            for given in (bias, None):
+                expected = GEMM.multiply(x.float(), weight.float(), None if given is None else given.float()).to(dtype)
+                for each in (weight, weight.t().contiguous().t(), torch.cat((weight, weight), dim=1)[:, inputs:]):
+                    assert torch.equal(GEMM.multiply(x, each, given), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 9, 18, 28, 40, 49])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgen.ops import _library, quantized_linear
 from fastgen.ops.linear import grouped, panels
-from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, UPCAST
+from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV
 from tests.ops.instructions import has_tiles, instruction_set, threads, unless_again
 from tests.ops.linear import dequantizing
 
@@ -75,10 +75,10 @@ def _as_it_is(weight: Tensor) -> Packed:
 
 
 def _gemv(dtype: torch.dtype) -> Kernel:
-    layouts = ("rows", "gaps", "columns") if dtype is F32 else ("rows", "gaps")
     in_tiles = dtype is BF16 and has_tiles()
     return Kernel(
-        f"gemv {dtype}", dtype, (None, *SETS), layouts, _as_it_is, GEMV.multiply, _ops.gemv_out, _ops.gemv_batch_out,
+        f"gemv {dtype}", dtype, (None, *SETS), ("rows", "gaps", "columns"), _as_it_is, GEMV.multiply,
+        _ops.gemv_out, _ops.gemv_batch_out,
         # With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles.
         order=lambda m: int(in_tiles and 8 <= m <= 16), most=49, mixes=False,
     )  # fmt: skip
@@ -128,7 +128,10 @@ KERNELS = [
     *map(_gemv, (F32, BF16, F16)),
     *map(_panels, (BF16, F16)),
     *(
-        Kernel(f"upcast {dtype}", dtype, SETS, ("rows", "gaps"), _as_it_is, UPCAST.multiply, UPCAST.out)
+        Kernel(
+            f"gemm {dtype}", dtype, SETS, ("rows", "gaps", "columns"), _as_it_is, GEMM.multiply,
+            _ops.gemm_out, _ops.gemm_batch_out,
+        )
         for dtype in (BF16, F16)
     ),
     Kernel(
@@ -167,8 +170,7 @@ def _cases(kernels: list[Kernel], once: bool = False) -> pytest.MarkDecorator:
 
 
 EVERY = _cases(KERNELS)
-# What surrounds the upcast weight is in Python, and checks little (test_upcast.py).
-WITH_CHECKS = [kernel for kernel in KERNELS if kernel.out not in (None, UPCAST.out)]
+WITH_CHECKS = [kernel for kernel in KERNELS if kernel.out is not None]
 WITH_SEVERAL = [kernel for kernel in KERNELS if kernel.several is not None]
 
 

@@ -61,8 +61,8 @@ def _seconds(**times: list[float | None]) -> dict[int, dict[str, float]]:
         ({"gemv": [1, 1, 1, None, None], "gemm": [3, 3, 3, 3, 3]}, [(4, "gemv"), (None, "gemm")]),
         ({"gemv": [1] * 5, "gemm": [3] * 5, "bf16x3": [None] * 5}, [(None, "gemv")]),
         (
-            {"gemv": [1, 1, 9, 9, 9], "torch": [3, 3, 2, 9, 9], "upcast": [3, 3, 3, 3, 3]},
-            [(2, "gemv"), (4, "torch"), (None, "upcast")],
+            {"gemv": [1, 1, 9, 9, 9], "torch": [3, 3, 2, 9, 9], "gemm": [3, 3, 3, 3, 3]},
+            [(2, "gemv"), (4, "torch"), (None, "gemm")],
         ),
     ],
 )
@@ -134,7 +134,8 @@ def test_a_run_gives_the_profile_that_chooses(cache: Path, capsys: pytest.Captur
     assert str(cache) in printed.out and choose.machine(isa) in printed.out and not printed.err
     (machine, profile), *others = json.loads(cache.read_text()).items()
     assert machine == choose.machine(isa) and not others
-    assert set(profile) == {"float32 rows", "float32 columns", "float32 panels", "bfloat16 rows", "float16 rows"}
+    both = {f"{dtype} {layout}" for dtype in ("float32", "bfloat16", "float16") for layout in ("rows", "columns")}
+    assert set(profile) == {"float32 panels"} | both
     assert choose.backend().startswith("a profile of this machine (")
     for name, row in profile.items():
         key = choose._key(name)
@@ -157,7 +158,16 @@ def test_every_kernel_that_serves_is_measured() -> None:
             found = tune.measured(key, isa)
             assert list(found) == [1, 9, 70]
             expected = [name for name in names if name != "bf16x3" or isa is Isa.AMX]
-            assert list(found[1]) == expected and list(found[70]) == [name for name in expected if name != "gemv"]
+            assert list(found[1]) == expected
+            # Torch may be so slow with few rows that it is not measured with more.
+            assert set(found[70]) | {choose.TORCH} == {name for name in expected if name != "gemv"} | {choose.TORCH}
+
+
+def test_a_kernel_far_slower_than_one_that_takes_over_from_it_is_beaten() -> None:
+    names = ("gemv", "torch", "gemm")
+    assert tune._beaten(names, {"gemv": 1.0, "torch": 3.9, "gemm": 1.0}) == set()
+    assert tune._beaten(names, {"gemv": 1.0, "torch": 4.1, "gemm": 1.0}) == {"torch"}
+    assert tune._beaten(names, {"gemv": 1.0, "torch": 1.0, "gemm": 8.0}) == set()  # it may win with more rows
 
 
 @needs_kernels

@@ -1,10 +1,13 @@
-// GEMM in float32 on the unpacked weight. The schemas are defined in fastgen/ops/linear/kernels.py.
+// GEMM on the unpacked weight, in float32, bfloat16 and float16. The schemas are defined in fastgen/ops/linear/kernels.py.
 //
 // If a weight's inputs are contiguous, the rows of x are packed, which are smaller: several rows side by side in a
 // vector, which is multiplied by one element of a weight row after the other. With many rows, and if a weight's outputs
 // are contiguous, a piece of a panel at a time is packed in the cache and multiplied from there, while the next piece
 // is prefetched (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008). Either way
 // an output is summed in the same order: the result has the same bits.
+//
+// 16-bit numbers become float32: x before, the weight while a piece is packed, for any number of rows. The result is
+// that of the GEMM in float32, rounded once.
 #include "../isa.h"
 #include "operands.h"
 
@@ -42,6 +45,8 @@ struct Kernel {
   int64_t (*floats_of_rows)(int64_t rows, int64_t inputs);
   void (*pack_rows)(const float*, int64_t, int64_t, int64_t, float*);
   void (*multiply_rows)(const Operands& product, int64_t begin, int64_t end);
+  void (*upcast)(const uint16_t* from, int64_t count, bool is_half, float* to);
+  void (*downcast)(const float* from, int64_t count, bool is_half, uint16_t* to);
 };
 
 #define FASTGEN_KERNELS "gemm/gemm_kernels.h"
@@ -120,6 +125,66 @@ void multiply_pieces(const Operands& operands, int64_t input_stride) {
   });
 }
 
+// A GEMM in bfloat16 or float16.
+struct HalfProduct {
+  fastgen::Operands<uint16_t> operands;
+  int64_t input_stride;  // of the weight
+  bool is_half;          // float16
+
+  // Packs a piece of the weight as float32, [depth, width]. `lines` has room for as many numbers.
+  void pack(const Kernel& kernel, int64_t output, int64_t k, int64_t depth, float* lines, float* to) const {
+    const int64_t width = kernel.panel, valid = std::min(width, operands.outputs - output);
+    const uint16_t* first = operands.weight + output * operands.weight_stride + k * input_stride;
+    if (input_stride == 1) {
+      for (int64_t n = 0; n < valid; ++n) {
+        kernel.upcast(first + n * operands.weight_stride, depth, is_half, lines + n * depth);
+      }
+      kernel.pack_piece({lines, depth, 1}, valid, depth, width, to);
+      return;
+    }
+    for (int64_t i = 0; i < depth; ++i) {
+      kernel.upcast(first + i * input_stride, valid, is_half, to + i * width);
+      std::fill(to + i * width + valid, to + (i + 1) * width, 0.0f);
+    }
+  }
+
+  // Multiplies `some` rows of x, as float32, with the panels from `begin` to `end`; y is that of these rows.
+  void multiply(const Kernel& kernel, const float* x, int64_t some, int64_t begin, int64_t end, uint16_t* y) const {
+    const int64_t width = kernel.panel, inputs = operands.inputs;
+    const Aligned<float> lines(kDepth * width), packed(kDepth * width), start(width), sums(some * width);
+    for (int64_t output = begin * width; output < std::min(end * width, operands.outputs); output += width) {
+      const int64_t valid = std::min(width, operands.outputs - output);
+      std::fill_n(start.data(), width, 0.0f);
+      if (operands.bias != nullptr) kernel.upcast(operands.bias + output, valid, is_half, start.data());
+      for (int64_t k = 0; k < inputs; k += kDepth) {
+        const int64_t depth = std::min(kDepth, inputs - k);
+        pack(kernel, output, k, depth, lines.data(), packed.data());
+        kernel.multiply(x + k, inputs, some, packed.data(), depth, k == 0 ? start.data() : nullptr, sums.data(), width,
+                        {packed.data(), 1, width});
+      }
+      for (int64_t r = 0; r < some; ++r) {
+        kernel.downcast(sums.data() + r * width, valid, is_half, y + r * operands.outputs + output);
+      }
+    }
+  }
+};
+
+// Multiplies kMostRows rows at a time with all panels.
+void multiply_halves(const HalfProduct& product) {
+  const Kernel kernel = ::kernel();
+  const auto& own = product.operands;
+  const Aligned<float> x(std::min(own.rows, kMostRows) * own.inputs);
+  for (int64_t row = 0; row < own.rows; row += kMostRows) {
+    const int64_t some = std::min(kMostRows, own.rows - row);
+    for (int64_t r = 0; r < some; ++r) {
+      kernel.upcast(own.x + (row + r) * own.x_stride, own.inputs, product.is_half, x.data() + r * own.inputs);
+    }
+    parallel_for(0, quotient(own.outputs, kernel.panel), 1, [&](int64_t begin, int64_t end) {
+      product.multiply(kernel, x.data(), some, begin, end, own.y + row * own.outputs);
+    });
+  }
+}
+
 // Multiplies one x with the rows of several weights. The threads share all outputs together. Each packs the rows of x
 // for itself: reading what another thread has just written takes several times as long.
 void multiply_rows(const std::vector<Operands>& products) {
@@ -139,9 +204,21 @@ void multiply_rows(const std::vector<Operands>& products) {
   });
 }
 
+void halves_batch_out(const Tensors& results, const Tensor& x, const Tensors& weights, const MaybeTensors& biases) {
+  const auto is_laid_out = [](const Tensor& weight) { return are_inputs_adjacent(weight) || weight.stride(0) == 1; };
+  std::vector<HalfProduct> every;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto operands = checked<uint16_t>("gemm", results[i], x, weights[i], biases[i], is_laid_out);
+    const int64_t input_stride = are_inputs_adjacent(weights[i]) ? 1 : weights[i].stride(1);
+    every.push_back({operands, input_stride, x.scalar_type() == ScalarType::Half});
+  }
+  for (const HalfProduct& product : every) multiply_halves(product);
+}
+
 void gemm_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors biases) {
   check_batch("gemm", results, x, weights, biases);
-  check_x("gemm", x, x.scalar_type() == ScalarType::Float);
+  check_x("gemm", x, is_floating(x.scalar_type()));
+  if (x.scalar_type() != ScalarType::Float) return halves_batch_out(results, x, weights, biases);
   std::vector<Operands> every, in_rows;
   const auto any_strides = [](const Tensor&) { return true; };
   for (size_t i = 0; i < weights.size(); ++i) {

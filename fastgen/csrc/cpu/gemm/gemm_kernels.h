@@ -287,4 +287,23 @@ FASTGEN_TARGET inline void multiply_rows(const Operands& product, int64_t begin,
   multiply(begin + kOutputs * apart, 1, end - begin - kOutputs * apart);
 }
 
-constexpr Kernel kKernel = {kPanel, &multiply, &pack_piece, kWidth, &floats_of_rows, &pack_rows, &multiply_rows};
+FASTGEN_TARGET inline void upcast(const uint16_t* from, int64_t count, bool is_half, float* to) {
+  if (!is_half) {
+    for (int64_t i = 0; i < count; ++i) to[i] = fastgen::to_float(from[i]);
+    return;
+  }
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) load_float16(*reinterpret_cast<Vector*>(to + i), from + i);
+  for (; i < count; ++i) to[i] = fastgen::float16_to_float(from[i]);
+}
+
+FASTGEN_TARGET inline void downcast(const float* from, int64_t count, bool is_half, uint16_t* to) {
+  if (is_half) {
+    for (int64_t i = 0; i < count; ++i) to[i] = fastgen::to_float16(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = fastgen::to_bfloat16(from[i]);
+  }
+}
+
+constexpr Kernel kKernel = {kPanel,     &multiply,      &pack_piece, kWidth,   &floats_of_rows,
+                            &pack_rows, &multiply_rows, &upcast,     &downcast};

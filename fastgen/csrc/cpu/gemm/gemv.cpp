@@ -7,7 +7,7 @@
 // few rows, so that memory and multipliers are busy at the same time. Sums are in float32, in one order for any number
 // of rows; but 8 to 16 rows of bfloat16 are multiplied in AMX tiles, in another order.
 //
-// For a float32 weight that is stored by inputs, multiples of its columns are added to the result instead.
+// For a weight that is stored by inputs, multiples of its columns are added to the result instead.
 #include "../isa.h"
 #include "amx.h"
 #include "operands.h"
@@ -34,12 +34,12 @@ struct Kernel {
 #define FASTGEN_GEMV_AMX 1
 #endif
 
-// Returns the kernel for this type and number of rows. The weight's inputs are contiguous, or its outputs, in float32.
+// Returns the kernel for this type and number of rows. The weight's inputs are contiguous, or its outputs.
 Kernel kernel(ScalarType type, bool by_outputs, int64_t rows) {
 #ifdef FASTGEN_HAS_BF16
   if (type == ScalarType::BFloat16 && has_avx512_bf16() && !instruction_set_is_given()) {
 #ifdef FASTGEN_GEMV_AMX
-    if (rows >= amx::kMinRows && rows <= amx::kMaxRows && has_amx()) return {&amx::multiply, nullptr};
+    if (!by_outputs && rows >= amx::kMinRows && rows <= amx::kMaxRows && has_amx()) return {&amx::multiply, nullptr};
 #endif
     return avx512bf16::kernel(type, by_outputs);
   }
@@ -49,7 +49,7 @@ Kernel kernel(ScalarType type, bool by_outputs, int64_t rows) {
 
 // Returns whether the outputs of a weight are contiguous, rather than its inputs.
 bool is_by_outputs(const Tensor& weight) {
-  return weight.stride(1) != 1 && weight.stride(0) == 1 && weight.scalar_type() == ScalarType::Float;
+  return weight.stride(1) != 1 && weight.stride(0) == 1;
 }
 
 bool is_laid_out(const Tensor& weight) { return are_inputs_adjacent(weight) || is_by_outputs(weight); }

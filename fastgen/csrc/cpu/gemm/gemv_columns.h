@@ -1,18 +1,48 @@
-// GEMV on a float32 weight that is stored by inputs: adds multiples of its columns to the result. Included by
+// GEMV on a weight that is stored by inputs: adds multiples of its columns to the result, in float32. Included by
 // gemv_kernels.h. No include guard: it is meant to be included several times.
 
-// For a float32 weight with contiguous outputs: adds kLines lines times kVectors vectors of outputs from `output` on to
-// the sums of all rows, whose lines are `stride` apart. `factors`, [rows, kLines], are from x.
-template <int kVectors, int kLines>
-FASTGEN_INLINE void add_multiples(const float* lines, int64_t line_stride, int64_t output, const float* factors,
-                                  int64_t rows, float* sums, int64_t stride) {
+// The numbers of such a weight, in their order; x is float32.
+struct Float32Columns : Float32 {
+  static FASTGEN_INLINE Vector load_outputs(const float* weight) { return *reinterpret_cast<const Vector*>(weight); }
+};
+
+struct BFloat16Columns {
+  using Number = uint16_t;
+  static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::to_float(number); }
+  static FASTGEN_INLINE uint16_t downcast(float number) { return fastgen::to_bfloat16(number); }
+  static FASTGEN_INLINE Vector load_outputs(const uint16_t* weight) {
+    return (Vector)(__builtin_convertvector(*reinterpret_cast<const FewWords*>(weight), Bits) << 16);
+  }
+};
+
+struct Float16Columns {
+  using Number = uint16_t;
+  static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::float16_to_float(number); }
+  static FASTGEN_INLINE uint16_t downcast(float number) { return fastgen::to_float16(number); }
+  static FASTGEN_INLINE Vector load_outputs(const uint16_t* weight) {
+    Vector numbers;
+    load_float16(numbers, weight);
+    return numbers;
+  }
+};
+
+template <class Type>
+FASTGEN_TARGET void upcast(const uint16_t* x, int64_t inputs, float* to) {
+  for (int64_t k = 0; k < inputs; ++k) to[k] = Type::upcast(x[k]);
+}
+
+// Adds kLines lines times kVectors vectors of outputs from `output` on to the sums of all rows, whose lines are `stride`
+// apart. `factors`, [rows, kLines], are from x.
+template <class Type, int kVectors, int kLines>
+FASTGEN_INLINE void add_multiples(const typename Type::Number* lines, int64_t line_stride, int64_t output,
+                                  const float* factors, int64_t rows, float* sums, int64_t stride) {
   Vector w[kLines][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kLines; ++i) {
-    const float* line = lines + i * line_stride + output;
+    const typename Type::Number* line = lines + i * line_stride + output;
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      w[i][v] = reinterpret_cast<const Vector*>(line)[v];
+      w[i][v] = Type::load_outputs(line + v * kWidth);
       __builtin_prefetch(line + kLines * line_stride + v * kWidth, 0, 3);
     }
   }
@@ -33,30 +63,31 @@ FASTGEN_INLINE void add_multiples(const float* lines, int64_t line_stride, int64
 
 // Multiplies all rows with `width` outputs from `begin` on, to `sums`, whose lines are `stride` apart. `factors` is
 // scratch memory.
-template <int kVectors, int kLines>
+template <class Type, int kVectors, int kLines>
 FASTGEN_TARGET void sum_multiples(const Operands<void>& given, const float* x, int64_t rows, int64_t begin, int64_t width,
                                   float* factors, float* sums, int64_t stride) {
-  const float* weight = static_cast<const float*>(given.weight) + begin;
-  const float* bias = given.bias == nullptr ? nullptr : static_cast<const float*>(given.bias) + begin;
+  using Number = typename Type::Number;
+  const Number* weight = static_cast<const Number*>(given.weight) + begin;
+  const Number* bias = given.bias == nullptr ? nullptr : static_cast<const Number*>(given.bias) + begin;
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t o = 0; o < width; ++o) sums[r * stride + o] = bias == nullptr ? 0.0f : bias[o];
+    for (int64_t o = 0; o < width; ++o) sums[r * stride + o] = bias == nullptr ? 0.0f : Type::upcast(bias[o]);
   }
   const int64_t whole = width / kWidth * kWidth, steps = given.inputs / kLines * kLines;
   for (int64_t k = 0; k < steps; k += kLines) {
-    const float* lines = weight + k * given.weight_stride;
+    const Number* lines = weight + k * given.weight_stride;
     for (int64_t r = 0; r < rows; ++r) std::copy_n(x + r * given.x_stride + k, kLines, factors + r * kLines);
     int64_t o = 0;
     for (; o + kVectors * kWidth <= whole; o += kVectors * kWidth) {
-      add_multiples<kVectors, kLines>(lines, given.weight_stride, o, factors, rows, sums, stride);
+      add_multiples<Type, kVectors, kLines>(lines, given.weight_stride, o, factors, rows, sums, stride);
     }
-    if (o < whole) add_multiples<1, kLines>(lines, given.weight_stride, o, factors, rows, sums, stride);
+    if (o < whole) add_multiples<Type, 1, kLines>(lines, given.weight_stride, o, factors, rows, sums, stride);
   }
   // The rest: the outputs after the last vector, and all outputs of the inputs after the last kLines.
   for (int64_t k = 0; k < given.inputs; ++k) {
-    const float* line = weight + k * given.weight_stride;
+    const Number* line = weight + k * given.weight_stride;
     for (int64_t r = 0; r < rows; ++r) {
       const float factor = x[r * given.x_stride + k];
-      for (int64_t o = k < steps ? whole : 0; o < width; ++o) sums[r * stride + o] += factor * line[o];
+      for (int64_t o = k < steps ? whole : 0; o < width; ++o) sums[r * stride + o] += factor * Type::upcast(line[o]);
     }
   }
 }
@@ -64,7 +95,8 @@ FASTGEN_TARGET void sum_multiples(const Operands<void>& given, const float* x, i
 // Multiplies all rows with such a weight. A part of the result is summed in separate memory: lines of a result and of x
 // are often multiples of 4,096 bytes apart, and the first-level cache holds only as many of these as it has ways, which
 // may be fewer than the rows.
-inline FASTGEN_TARGET void add_columns(const Operands<void>& given, int64_t first, int64_t some) {
+template <class Type>
+FASTGEN_TARGET void add_columns(const Operands<void>& given, int64_t first, int64_t some) {
   constexpr int64_t kLines = 8, kRows = 24;
   constexpr int kVectors = FASTGEN_WIDTH == 16 ? 2 : 1;  // that fit the registers
   // Outputs of a part: half as many with more rows, so that their sums stay in the cache. kSpare separates two rows.
@@ -76,9 +108,11 @@ inline FASTGEN_TARGET void add_columns(const Operands<void>& given, int64_t firs
     for (int64_t row = 0; row < given.rows; row += kRows) {
       const int64_t rows = std::min(kRows, given.rows - row);
       const float* x = static_cast<const float*>(given.x) + row * given.x_stride;
-      sum_multiples<kVectors, kLines>(given, x, rows, begin, width, factors, sums, stride);
-      float* y = static_cast<float*>(given.y) + row * given.outputs + begin;
-      for (int64_t r = 0; r < rows; ++r) std::copy_n(sums + r * stride, width, y + r * given.outputs);
+      sum_multiples<Type, kVectors, kLines>(given, x, rows, begin, width, factors, sums, stride);
+      typename Type::Number* y = static_cast<typename Type::Number*>(given.y) + row * given.outputs + begin;
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t o = 0; o < width; ++o) y[r * given.outputs + o] = Type::downcast(sums[r * stride + o]);
+      }
     }
   }
 }

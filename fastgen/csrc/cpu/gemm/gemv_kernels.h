@@ -2,38 +2,34 @@
 // therefore without an include guard.
 
 // A type of numbers, with its vector multiplication. `Number` is the weight's type, `Result` that of the result and the
-// bias. `Input` is what the kernels read of x: a `Result`, or the output of `prepare` for it. `kStep` inputs are
-// multiplied at a time.
+// bias. `Input` is what the kernels read of x: a `Result`, or the output of `prepare` for it. A step multiplies `kStep`
+// inputs, as `kParts` vectors of `Values` one after the other.
 struct Float32 {
   using Number = float;
   using Result = float;
   using Input = float;
-  using Values = Vector;  // kStep inputs of a row
+  using Values = Vector;
   static constexpr int64_t kStep = kWidth;
+  static constexpr int kParts = 1;
   // Rows multiplied at the same time with kOutputs outputs, and with kTallOutputs (multiply), as many as fit the
   // registers.
   static constexpr int kRows = by_width(4, 4, 6), kTallRows = by_width(4, 4, 9);
   static FASTGEN_INLINE float upcast(float number) { return number; }
   static FASTGEN_INLINE float downcast(float number) { return number; }
-  static FASTGEN_INLINE void load(Values& to, const float* x) { to = *reinterpret_cast<const Vector*>(x); }
-  static FASTGEN_INLINE void load_weight(Values& to, const float* weight) { load(to, weight); }
+  static FASTGEN_INLINE Values load(const float* x, int) { return *reinterpret_cast<const Vector*>(x); }
+  static FASTGEN_INLINE Values load_weight(const float* weight, int) { return load(weight, 0); }
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) { sums += x * weight; }
 };
 
-// 16-bit numbers that are multiplied as float32: those of a weight are upcast in the registers, x before.
-struct Upcast {
+// 16-bit numbers that are multiplied as float32: those of a weight are upcast in the registers, x before. A step has two
+// parts, because a struct of two vectors would be spilled to the stack.
+struct Upcast : Float32 {
   using Number = uint16_t;
   using Result = uint16_t;
-  using Input = float;
-  struct Values {
-    Vector first, second;
-  };
   static constexpr int64_t kStep = 2 * kWidth;
-  static constexpr int kRows = 4, kTallRows = 4;
-  static FASTGEN_INLINE void load(Values& to, const float* x) { std::memcpy(&to, x, sizeof(to)); }
-  static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) {
-    sums += x.first * weight.first;
-    sums += x.second * weight.second;
+  static constexpr int kParts = 2;
+  static FASTGEN_INLINE Values load(const float* x, int part) {
+    return *reinterpret_cast<const Vector*>(x + part * kWidth);
   }
 };
 
@@ -45,11 +41,11 @@ struct BFloat16 {
   using Input = uint16_t;
   using Values = Bits;
   static constexpr int64_t kStep = 2 * kWidth;
-  static constexpr int kRows = Float32::kRows, kTallRows = Float32::kTallRows;
+  static constexpr int kParts = 1, kRows = Float32::kRows, kTallRows = Float32::kTallRows;
   static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::to_float(number); }
   static FASTGEN_INLINE uint16_t downcast(float number) { return fastgen::to_bfloat16(number); }
-  static FASTGEN_INLINE void load(Values& to, const uint16_t* x) { to = *reinterpret_cast<const Bits*>(x); }
-  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) { load(to, weight); }
+  static FASTGEN_INLINE Values load(const uint16_t* x, int) { return *reinterpret_cast<const Bits*>(x); }
+  static FASTGEN_INLINE Values load_weight(const uint16_t* weight, int) { return load(weight, 0); }
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) {
     sums = (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)weight);
   }
@@ -63,10 +59,9 @@ struct BFloat16 : Upcast {
   static FASTGEN_INLINE float upcast(float number) { return number; }
   static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::to_float(number); }
   static FASTGEN_INLINE uint16_t downcast(float number) { return fastgen::to_bfloat16(number); }
-  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) {
+  static FASTGEN_INLINE Values load_weight(const uint16_t* weight, int part) {
     const Bits pairs = *reinterpret_cast<const Bits*>(weight);
-    to.first = (Vector)(pairs << 16);
-    to.second = (Vector)(pairs & 0xffff0000u);
+    return (Vector)(part == 0 ? pairs << 16 : pairs & 0xffff0000u);
   }
   static FASTGEN_INLINE void prepare(const uint16_t* x, float* to) {
     for (int64_t i = 0; i < kWidth; ++i) {
@@ -82,14 +77,13 @@ struct Float16 : Upcast {
   static FASTGEN_INLINE float upcast(float number) { return number; }
   static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::float16_to_float(number); }
   static FASTGEN_INLINE uint16_t downcast(float number) { return fastgen::to_float16(number); }
-  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) {
-    load_float16(to.first, weight);
-    load_float16(to.second, weight + kWidth);
+  static FASTGEN_INLINE Values load_weight(const uint16_t* weight, int part) {
+    Vector numbers;
+    load_float16(numbers, weight + part * kWidth);
+    return numbers;
   }
   static FASTGEN_INLINE void prepare(const uint16_t* x, float* to) {
-    Values values;
-    load_weight(values, x);
-    std::memcpy(to, &values, sizeof(values));
+    for (int part = 0; part < kParts; ++part) *reinterpret_cast<Vector*>(to + part * kWidth) = load_weight(x, part);
   }
 };
 
@@ -220,14 +214,17 @@ FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t 
     } else {
       prefetch<3, kOutputs>(turn.next + k - part.begin, apart, turn.turn, turns);
     }
-    typename Type::Values values, w[kOutputs];
+#pragma GCC unroll 2
+    for (int p = 0; p < Type::kParts; ++p) {
+      typename Type::Values w[kOutputs];
 #pragma GCC unroll 8
-    for (int o = 0; o < kOutputs; ++o) Type::load_weight(w[o], line + o * apart);
+      for (int o = 0; o < kOutputs; ++o) w[o] = Type::load_weight(line + o * apart, p);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      Type::load(values, x + r * product.x_stride + k);
+      for (int r = 0; r < kRows; ++r) {
+        const typename Type::Values values = Type::load(x + r * product.x_stride + k, p);
 #pragma GCC unroll 8
-      for (int o = 0; o < kOutputs; ++o) Type::add(kept[o * kRows + r], values, w[o]);
+        for (int o = 0; o < kOutputs; ++o) Type::add(kept[o * kRows + r], values, w[o]);
+      }
     }
   }
 #pragma GCC unroll 32
@@ -380,8 +377,11 @@ FASTGEN_TARGET void multiply(const Operands<void>& given, int64_t first, int64_t
 #include "gemv_columns.h"
 
 inline Kernel kernel(ScalarType type, bool by_outputs) {
-  if (by_outputs) return {&add_columns, nullptr};
-  if (type == ScalarType::Float) return {&multiply<Float32>, nullptr};
+  if (type == ScalarType::Float) return {by_outputs ? &add_columns<Float32Columns> : &multiply<Float32>, nullptr};
+  if (by_outputs) {
+    if (type == ScalarType::BFloat16) return {&add_columns<BFloat16Columns>, &upcast<BFloat16Columns>};
+    return {&add_columns<Float16Columns>, &upcast<Float16Columns>};
+  }
 #ifdef FASTGEN_HAS_BF16
   if (type == ScalarType::BFloat16) return {&multiply<BFloat16>, nullptr};
 #else
