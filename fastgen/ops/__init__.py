@@ -20,6 +20,7 @@ OPERATORS = (
     "fingerprint",
     "kv_write",
     "linear.choose",
+    "linear.experts",
     "linear.grouped",
     "linear.kernels",
     "linear.panels",

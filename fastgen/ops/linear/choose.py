@@ -137,6 +137,14 @@ def reads_panels(m: int) -> bool:
     return panels.is_available() and name_of(torch.float32, Layout.PANELS, m) == PANELS
 
 
+def gemv_rows(dtype: torch.dtype, layout: Layout, m: int) -> int | None:
+    """Returns up to how many rows GEMV serves; None if torch's kernel serves any number of rows up to M."""
+    row = _table(instruction_set()).get((dtype, layout), _ALL_TORCH)
+    if any(name == TORCH and after < m for (after, _), (_, name) in zip([(0, ""), *row], row, strict=False)):
+        return None
+    return max((int(most) for most, name in row if name == "gemv"), default=0)
+
+
 def is_left_to_torch(dtype: torch.dtype) -> bool:
     """Whether torch's own kernel serves many rows of this type, whose instructions the processor then has."""
     return name_of(dtype, Layout.ROWS, 2**20) == TORCH

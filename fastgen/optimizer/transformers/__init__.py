@@ -17,7 +17,16 @@ _SCORES = "self input_ids scores"  # of processors and criteria
 
 def patches() -> list[Patch]:
     """Returns every patch that FastGen applies to Transformers."""
-    return [*_checkpoints(), *_generation(), *_processors(), *_prophetnet(), *_bark(), *_latents(), *_encoders()]
+    return [
+        *_checkpoints(),
+        *_generation(),
+        *_processors(),
+        *_prophetnet(),
+        *_bark(),
+        *_latents(),
+        *_experts(),
+        *_encoders(),
+    ]
 
 
 def _hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
@@ -95,6 +104,10 @@ def _prophetnet() -> list[Patch]:
 def _bark() -> list[Patch]:
     attends = takes("self query key value attention_mask", uses="is_causal bias head_dim attn_dropout")
     return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "bark:attend", attends)]
+
+
+def _experts() -> list[Patch]:
+    return [_hook("integrations.moe", "_grouped_mm", "experts:grouped_mm", has("input weight offs"))]
 
 
 def _latents() -> list[Patch]:

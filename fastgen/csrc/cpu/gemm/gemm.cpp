@@ -232,7 +232,28 @@ void gemm_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors bia
   if (!in_rows.empty()) multiply_rows(in_rows);
 }
 
+// The same operands with their types.
+template <class T>
+fastgen::Operands<T> typed(const fastgen::Operands<void>& any) {
+  return {static_cast<const T*>(any.x), static_cast<const T*>(any.weight), static_cast<const T*>(any.bias),
+          static_cast<T*>(any.y), any.x_stride, any.weight_stride, any.rows, any.inputs, any.outputs};
+}
+
 }  // namespace
+
+void fastgen::gemm(const fastgen::Operands<void>& any, ScalarType type, bool by_outputs) {
+  const int64_t output_stride = by_outputs ? 1 : any.weight_stride, input_stride = by_outputs ? any.weight_stride : 1;
+  if (type == ScalarType::Float) {
+    Operands product = typed<float>(any);
+    product.weight_stride = output_stride;
+    if (!by_outputs && product.rows < kManyRows) multiply_rows({product});
+    else multiply_pieces(product, input_stride);
+    return;
+  }
+  HalfProduct product{typed<uint16_t>(any), input_stride, type == ScalarType::Half};
+  product.operands.weight_stride = output_stride;
+  multiply_halves(product);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("gemm_out", FASTGEN_PLANNED(one_of<&gemm_batch_out>));

@@ -59,21 +59,32 @@ struct Work {
   Operands<void> operands;
 };
 
-// Computes one or more GEMVs with the same x, all of which prepare it in the same way. The threads share all outputs
-// together.
-void multiply(const Tensor& x, std::vector<Work>& products) {
+// Prepares the x of each GEMV, where its kernel needs that: once for consecutive GEMVs with the same x. `memory` must
+// live as long as they are multiplied.
+void prepare(std::vector<Work>& products, std::vector<std::vector<float>>& memory) {
+  const void* last = nullptr;
+  for (auto& [kernel, product] : products) {
+    if (kernel.prepare == nullptr) continue;
+    if (const void* x = product.x; x != last) {
+      last = x;
+      auto& prepared = memory.emplace_back(product.rows * product.inputs);
+      for (int64_t row = 0; row < product.rows; ++row) {
+        const uint16_t* from = static_cast<const uint16_t*>(x) + row * product.x_stride;
+        kernel.prepare(from, product.inputs, prepared.data() + row * product.inputs);
+      }
+    }
+    product.x = memory.back().data(), product.x_stride = product.inputs;
+  }
+}
+
+// Computes one or more GEMVs. The threads share all outputs together.
+void multiply(std::vector<Work>& products) {
   int64_t outputs = 0;
   std::vector<int64_t> each;
   for (const auto& [_, product] : products) outputs += each.emplace_back(product.outputs);
   if (outputs == 0) return;
-  std::vector<float> prepared;
-  if (const auto prepare = products[0].kernel.prepare; prepare != nullptr) {
-    const int64_t rows = x.size(0), inputs = x.size(1);
-    prepared.resize(rows * inputs);
-    const uint16_t* from = numbers_of<const uint16_t>(x);
-    for (int64_t row = 0; row < rows; ++row) prepare(from + row * x.stride(0), inputs, prepared.data() + row * inputs);
-    for (auto& [_, product] : products) product.x = prepared.data(), product.x_stride = inputs;
-  }
+  std::vector<std::vector<float>> memory;
+  prepare(products, memory);
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   // Pieces of whole groups of outputs (of the first weight), one for each thread.
   constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
@@ -97,7 +108,7 @@ void gemv_batch_out(Tensors results, Tensor x, Tensors weights, MaybeTensors bia
     work.kernel = kernel(x.scalar_type(), by_outputs, x.size(0));
     products.push_back(work);
   }
-  if (!products.empty() && x.size(0) > 0) multiply(x, products);
+  if (x.size(0) > 0) multiply(products);
 }
 
 // Prefetches a weight row while the previous one is multiplied.
@@ -107,6 +118,12 @@ void prefetch(const float* row, int64_t inputs) {
 }
 
 }  // namespace
+
+void fastgen::gemv_each(const std::vector<Operands<void>>& products, ScalarType type, bool by_outputs) {
+  std::vector<Work> all;
+  for (const Operands<void>& product : products) all.push_back({kernel(type, by_outputs, product.rows), product});
+  multiply(all);
+}
 
 void fastgen::gemv_of_outputs(const Tensor& x, int64_t row, const Tensor& weight, const std::optional<Tensor>& bias,
                               const int64_t* outputs, int64_t count, float* y) {

@@ -133,6 +133,11 @@ inline void write(void* to, int64_t at, ScalarType type, float number) {
   }
 }
 
+// GEMVs of this type, each with its own x, whose threads share all outputs together; and a GEMM. `weight_stride` is that
+// from an output to the next one or, `by_outputs`, from an input to the next one; the other one is 1.
+void gemv_each(const std::vector<Operands<void>>& products, ScalarType type, bool by_outputs);
+void gemm(const Operands<void>& product, ScalarType type, bool by_outputs);
+
 // Computes the results of gemv_out for a row and `count` outputs, to the last bit. The arguments must be valid for such
 // a GEMV in float32, with contiguous inputs of the weight.
 void gemv_of_outputs(const Tensor& x, int64_t row, const Tensor& weight,
