@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
-from fastgen.decoding import convolutions, library_code, norms
+from fastgen.decoding import half_precision, library_code, norms
 from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
 from fastgen.decoding.modules import is_plain, modules_of
 from fastgen.decoding.weights import formats
@@ -126,6 +126,12 @@ class FastLayers:
             raise
         return user
 
+    @classmethod
+    def are_in_use(cls) -> bool:
+        """Whether the calling thread is inside such a context, of any model."""
+        thread = threading.get_ident()
+        return any(layers._is_used_by(thread) for layers in list(cls._of.values()))
+
     def _is_used_by(self, thread: int) -> bool:
         return any(user.thread == thread for user in self._users)
 
@@ -182,7 +188,7 @@ class FastLayers:
         form = norms.form_of(module)
         if form is not None:
             return FunctionForm(module, partial(norms.normalise, module, form), partial(norms.serves, module))
-        return convolutions.form_of(module) or self._linear(module, precision_on)
+        return half_precision.form_of(module) or self._linear(module, precision_on)
 
     def _linear(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         """Returns the form of a linear layer; None for any other layer, or if torch's product is as good."""

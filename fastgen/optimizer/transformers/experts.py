@@ -8,15 +8,15 @@ from torch import Tensor
 
 from fastgen import settings
 from fastgen.decoding import layer_forms
+from fastgen.decoding.layers import FastLayers
 from fastgen.ops.linear import experts
-from fastgen.optimizer.transformers.call import Call
 
 
 def grouped_mm(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wraps `_grouped_mm(input, weight, offs)`; the weight is [experts, K, N]."""
     found: dict[str, Any] = dict(zip(("input", "weight", "offs"), args, strict=False)) | kwargs
     x, weight, ends = found.get("input"), found.get("weight"), found.get("offs")
-    if Call.current() is None or settings.current().packed_weights == "never":
+    if not FastLayers.are_in_use() or settings.current().packed_weights == "never":
         return wrapped(*args, **kwargs)
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(ends, Tensor) and weight.dim() == 3):
         return wrapped(*args, **kwargs)

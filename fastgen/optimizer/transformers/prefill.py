@@ -16,6 +16,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
+from fastgen.decoding import half_precision
 from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers import pictures
@@ -93,7 +94,8 @@ def _prefill(
     store = call.store = ExchangedLayers(cache, per_input, initial_capacity)
 
     def run(ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        return wrapped(ids, generation_config, kwargs, is_first_iteration)
+        with half_precision.upcast_products(call.model.dtype):
+            return wrapped(ids, generation_config, kwargs, is_first_iteration)
 
     how = call.entering
     if how is not None and how.serves(call.model, one_row_ids, generation_config, one_row_kwargs):
@@ -104,7 +106,7 @@ def _prefill(
         # Only known now, and no result has been used: run again, with all rows.
         call.abandon()
         call.decline("the model does not use the cache that it is given")
-        return run(input_ids, model_kwargs)
+        return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
     batch = one_row_ids.shape[0]
     store.expand(Beams(batch, per_input))
     _repeat_outputs(call.model, outputs, batch, per_input)

@@ -1,0 +1,60 @@
+"""Products in half precision on a CPU without instructions for it: in float32, and rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgen
+from fastgen.decoding import half_precision
+from fastgen.ops.linear import choose
+
+pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastgen.enable()
+    monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: False)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b, c: torch.matmul(a, b), lambda a, b, c: a.matmul(b), lambda a, b, c: a @ b,
+        lambda a, b, c: torch.matmul(a[:, None], other=b[:, None]),
+        lambda a, b, c: torch.bmm(a, b), lambda a, b, c: a.bmm(mat2=b),
+        lambda a, b, c: torch.baddbmm(c, a, b, alpha=0.5), lambda a, b, c: c.baddbmm(batch1=a, batch2=b, beta=3, alpha=2),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_is_the_float32_result_rounded_once(product: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    a, b, c = (torch.randn(shape).to(dtype) for shape in ((2, 5, 70), (2, 70, 3), (2, 1, 3)))
+    with half_precision.upcast_products(dtype):
+        found = product(a, b, c)
+    assert torch.equal(found, product(a.float(), b.float(), c.float()).to(dtype))
+
+
+@pytest.mark.parametrize("what", ["a matrix", "float32", "gradients", "disabled", "instructions", "a subclass"])
+def test_what_stays_torchs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.float32 if what == "float32" else torch.bfloat16
+    shapes = ((5, 700), (700, 3)) if what == "a matrix" else ((2, 5, 700), (2, 700, 3))
+    a, b = (torch.randn(shape).to(dtype) for shape in shapes)
+    if what == "a subclass":
+        a = torch.nn.Parameter(a, requires_grad=False)
+    if what == "disabled":
+        fastgen.disable()
+    if what == "instructions":
+        monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: True)
+    upcast: list[torch.dtype] = []
+    own = half_precision._wide
+    monkeypatch.setattr(half_precision, "_wide", lambda value: upcast.append(value) or own(value))
+    with torch.set_grad_enabled(what == "gradients"), half_precision.upcast_products(torch.bfloat16):
+        found = a @ b
+    assert not upcast and torch.equal(found, a @ b)
