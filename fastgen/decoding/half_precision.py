@@ -19,19 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from fastgen.decoding.layer_forms import FunctionForm, serves
 from fastgen.decoding.modules import is_plain
-from fastgen.ops.linear import choose
+from fastgen.ops.half_precision import is_slow
 
-_HALF = (torch.float16, torch.bfloat16)
 _DIMENSIONS: Mapping[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5}  # of the weight
 # Batches of products.
 _PRODUCTS = frozenset(
     {torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.baddbmm}
 )
-
-
-def is_slow(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies this type number by number on this CPU, and FastGen has kernels that do not."""
-    return dtype in _HALF and choose.is_available() and not choose.is_left_to_torch(dtype)
 
 
 def form_of(module: nn.Module) -> FunctionForm | None:

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, gpu
+from fastgen.ops.half_precision import upcast
 
 # The most query rows (per_input * query heads per kv head * Q) for which the CPU kernel is faster than torch: without a
 # suffix, and with one, for which torch needs two products each and a softmax instead of one fused kernel. Beyond,
@@ -295,14 +296,14 @@ def _by_row(x: Tensor, heads: int, per_input: int) -> Tensor:
 def _product_with_prefix(x: Tensor, prefix: Tensor) -> Tensor:
     """[rows, heads, Q, c] x [batch, kv heads, c, d] -> [rows, heads, Q, d]."""
     per_input = x.shape[0] // prefix.shape[0]
-    return _by_row(torch.matmul(_by_input(x, prefix.shape[1], per_input), prefix), x.shape[1], per_input)
+    return _by_row(upcast(torch.matmul, _by_input(x, prefix.shape[1], per_input), prefix), x.shape[1], per_input)
 
 
 def _product_with_suffix(x: Tensor, suffix: Tensor) -> Tensor:
     """[rows, heads, Q, c] x [rows, kv heads, c, d] -> [rows, heads, Q, d]."""
     rows, heads, length, width = x.shape
     kv_heads = suffix.shape[1]  # the query heads of a group read one kv head
-    product = torch.matmul(x.reshape(rows, kv_heads, heads // kv_heads * length, width), suffix)
+    product = upcast(torch.matmul, x.reshape(rows, kv_heads, heads // kv_heads * length, width), suffix)
     return product.view(rows, heads, length, suffix.shape[3])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen.decoding import half_precision
+from fastgen.ops.half_precision import upcast
 from fastgen.ops.linear import choose
 
 pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
@@ -30,7 +31,8 @@ def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda a, b, c: torch.matmul(a, b), lambda a, b, c: a.matmul(b), lambda a, b, c: a @ b,
         lambda a, b, c: torch.matmul(a[:, None], other=b[:, None]),
         lambda a, b, c: torch.bmm(a, b), lambda a, b, c: a.bmm(mat2=b),
-        lambda a, b, c: torch.baddbmm(c, a, b, alpha=0.5), lambda a, b, c: c.baddbmm(batch1=a, batch2=b, beta=3, alpha=2),
+        lambda a, b, c: torch.baddbmm(c, a, b, alpha=0.5),
+        lambda a, b, c: c.baddbmm(batch1=a, batch2=b, beta=3, alpha=2),
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -58,3 +60,19 @@ def test_what_stays_torchs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.set_grad_enabled(what == "gradients"), half_precision.upcast_products(torch.bfloat16):
         found = a @ b
     assert not upcast and torch.equal(found, a @ b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_upcast_only_where_torch_is_slow(is_slow: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: not is_slow)
+    seen: list[torch.dtype] = []
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        seen.append(a.dtype)
+        return a @ b
+
+    a, b = torch.randn(2, 5, 70).to(dtype), torch.randn(2, 70, 3).to(dtype)
+    found = upcast(product, a, b)
+    assert seen == [torch.float32 if is_slow else dtype] and found.dtype is dtype
+    assert torch.equal(found, (a.float() @ b.float()).to(dtype) if is_slow else a @ b)

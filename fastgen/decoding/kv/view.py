@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fastgen.ops.attention import (
     shared_prefix_context,
     shared_prefix_scores,
 )
+from fastgen.ops.half_precision import upcast
 
 # Passed through without building the full tensor, because they do not read its contents.
 _ATTRIBUTES = "shape dtype device ndim requires_grad is_cuda is_cpu is_mps is_xpu is_quantized is_nested layout"
@@ -35,6 +37,9 @@ METADATA = frozenset(
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
     }
 )
+
+_EXPAND = partial(torch.einsum, "rhqk,hdk->rhqd")
+_ABSORB = partial(torch.einsum, "rhqd,hdk->rhqk")
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Parts:
         if self.weight is None:
             return x
         rank = self.weight.shape[2]
-        return torch.cat([torch.einsum("rhqk,hdk->rhqd", x[..., :rank], self.weight), x[..., rank:]], dim=-1)
+        return torch.cat([upcast(_EXPAND, x[..., :rank], self.weight), x[..., rank:]], dim=-1)
 
     def absorb(self, query: Tensor) -> Tensor:
         """Returns the query whose products with stored values equal those of `query` with the heads' values.
@@ -103,7 +108,7 @@ class Parts:
         if self.weight is None:
             return query
         dim = self.weight.shape[1]
-        return torch.cat([torch.einsum("rhqd,hdk->rhqk", query[..., :dim], self.weight), query[..., dim:]], dim=-1)
+        return torch.cat([upcast(_ABSORB, query[..., :dim], self.weight), query[..., dim:]], dim=-1)
 
     def shape(self) -> tuple[int, ...]:
         last = (self.length, self.width)
