@@ -42,12 +42,11 @@ def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> li
     request, options = batch[0], _until_cancelled(batch)
     with _having(model, request.adapter, len(batch)) as of_peft:
         options |= of_peft
-        with drawing(batch):
+        with drawing(batch, model.device):
             if len(batch) > 1:
                 return _together(model, batch, options)
             given = request.options_in_slots if enters_slots else request.options
-            with seeded(request.seed, model.device):
-                return [by_itself(model, request, given | options)]
+            return [by_itself(model, request, given | options)]
 
 
 @contextlib.contextmanager
@@ -69,28 +68,23 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 
 @contextlib.contextmanager
-def drawing(batch: Sequence[Request]) -> Iterator[None]:
-    """Keeps other engines from drawing from torch's generator if one of these requests may draw.
+def drawing(batch: Sequence[Request], device: torch.device) -> Iterator[None]:
+    """Keeps other engines from drawing from torch's generator if one of these requests may draw. If there is one, its
+    seed is the generator's meanwhile.
 
     A request that enters slots gets a generator of its own there, but its seed is drawn from torch's; and a request
     that cannot enter draws until its call ends.
     """
     may_draw = any(each.seed is not None or each.config is None or each.config.do_sample for each in batch)
-    has_it = may_draw and _draws.acquire(timeout=_PATIENCE)
+    has_it, seed = may_draw and _draws.acquire(timeout=_PATIENCE), batch[0].seed if len(batch) == 1 else None
     try:
-        yield
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
     finally:
         if has_it:
             _draws.release()
-
-
-@contextlib.contextmanager
-def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draws as after `torch.manual_seed(seed)`, and restores the state of torch's generator. None: as usual."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
 
 
 def by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:

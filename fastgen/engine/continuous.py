@@ -21,7 +21,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.engine import adapters
 from fastgen.engine.calls import ModelState, alone_for_model, call, pads, what_shares_a_call, written
 from fastgen.engine.drafts import Drafts
-from fastgen.engine.kv_budget import KVBudget
+from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
 from fastgen.engine.own_generate import OwnCalls
 from fastgen.engine.planning import Arrivals, Costs, Entered, next_batch
 from fastgen.engine.prefills import Prefills
@@ -329,7 +329,9 @@ class ContinuousBatches:
             if len(batch) > 1 and request.options.get("streamer") is not None:  # the call itself has none
                 slot.streamer, slot.streams_prompt = request.options["streamer"], True
             slot.drafts = of_slot
-            slot.error = self._budget.excess(request, slot.new_tokens, decoding.prompt)
+            needed = self._budget.needed(request, slot.new_tokens, decoding.prompt)
+            if not self._budget.has_room(needed):
+                slot.error = ExceedsBudget(f"the request may need {needed} bytes of cache: cache_gib is less")
             entered.append(slot)
         if step not in self._in_use:
             self._in_use.append(step)

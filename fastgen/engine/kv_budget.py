@@ -79,13 +79,6 @@ class KVBudget:
         most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
         return (own + request.rows * most) * self._own + source * self._cross + request.rows * self._states
 
-    def excess(self, request: Request, new_tokens: int, prompt: Prompt) -> ExceedsBudget | None:
-        """Returns the error of a request that may need more than the whole budget; None if it fits."""
-        needed = self.needed(request, new_tokens, prompt)
-        if self.has_room(needed):
-            return None
-        return ExceedsBudget(f"the request may need {needed} bytes of cache: cache_gib is less")
-
     def fitting(self, batch: Iterable[Request], oldest: Request, others: Collection[Slot]) -> list[Request]:
         """Returns the requests of a batch that fit beside others, oldest first; at least that one if it is alone."""
         stored, chosen = self.stored(others), list[Request]()

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastgen import openmp
 from fastgen.engine.adapters import model_that_decodes
-from fastgen.engine.calls import by_itself, drawing, seeded
+from fastgen.engine.calls import by_itself, drawing
 from fastgen.engine.options import make_inner
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.entering import Elsewhere, running_elsewhere
@@ -115,7 +115,7 @@ class OwnGenerate:
 
     def _as_ever(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
         """Runs the call itself, without the engine."""
-        with running_elsewhere(None), drawing([self.request]), seeded(self.request.seed, model.device):
+        with running_elsewhere(None), drawing([self.request], model.device):
             return as_ever()
 
     def _end_inner(self) -> None:

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 import fastgen
+from fastgen import releases
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.kv_budget import ExceedsBudget
 from fastgen.engine.options import make
 from tests.engine.conftest import alone, run
 from tests.equivalence import composites, multimodal
 from tests.equivalence.others import OTHERS
+from tests.equivalence.test_composites import MAKES_MASKS
 
 Inputs = dict[str, torch.Tensor]
 
+ENCODED_ONCE = releases.ENCODED in releases.read_in_prefill()
 ROWS = 16
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {}, "drafts": {"prompt_lookup_num_tokens": 4}, "sampled": {"do_sample": True}, "beams": {"num_beams": 4},
@@ -40,6 +43,12 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Inputs]]] = {
     **{name: (partial(multimodal.build, name), partial(made, (1,))) for name, made in multimodal.PICTURES.items()},
     **{name: (family.build, family.make_inputs) for name, family in ENCODER_DECODERS.items()},
 }
+
+
+def is_captured(name: str) -> bool:
+    """Whether steps are, in this release: earlier ones read pictures at each step, and make BLIP's masks otherwise."""
+    reads = {*multimodal.PICTURES, "git", "git captions", "udop"}
+    return MAKES_MASKS if name.startswith("blip,") else name not in reads or ENCODED_ONCE
 
 
 def requests_of(given: Inputs) -> list[Inputs]:
@@ -68,7 +77,9 @@ def test_requests_share_steps(name: str, way: str) -> None:
     requests = [make(model, one, None, how, seed, ROWS) for one, how in zip(given, each, strict=True)]
     run(executor, requests)
     stats = executor.stats()
-    assert stats["busy_row_steps"] > stats["steps"] * WAYS[way].get("num_beams", 1) and not stats["alone"], stats
+    if is_captured(name):
+        assert stats["busy_row_steps"] > stats["steps"] * WAYS[way].get("num_beams", 1), stats
+        assert sum(stats["alone"].values()) <= (way == "drafts")  # one request may show that there are none
     found = [request.future.result(0) for request in requests]
     with fastgen.disabled():
         for one, how, result in zip(given, each, found, strict=True):
@@ -80,6 +91,8 @@ def test_requests_share_steps(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", ["blip, captions", "git"])
 def test_images_of_several_sizes(name: str) -> None:
     """What GIT itself adds to a mask is for images of one size: a request with another has a call of its own."""
+    if not is_captured(name):
+        pytest.skip("steps of this release's are not captured")
     build, inputs = CASES[name]
     model, given, options = build(), requests_of(inputs()), {"interpolate_pos_encoding": True, "max_new_tokens": 12}
     for number in (1, 4):
@@ -95,6 +108,8 @@ def test_images_of_several_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", ["git", "blip, captions", "blip 2 with opt", "udop"])
 def test_what_images_take_counts_for_the_budget(name: str) -> None:
     """Some of the requests are preempted, and begin again. One that may need more than there is fails."""
+    if not is_captured(name):
+        pytest.skip("steps of this release's are not captured")
     build, inputs = CASES[name]
     model, given, peaks, options = build(), requests_of(inputs()), [0], {"max_new_tokens": 40, "min_new_tokens": 40}
     for budget in (None, 2 / 3, 1 / 30):

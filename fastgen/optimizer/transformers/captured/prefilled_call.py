@@ -91,7 +91,7 @@ class PrefilledCall:
         self._key = self.own_key = self._make_key()
 
     def _prepare_for_slots(self) -> None:
-        """Adapts the prompt to a step with slots, or refuses it."""
+        """Adapts the prompt to a step with slots."""
         if self.prompt.cross:  # in slots, a source has no padding
             self.prompt.tensors.pop("attention_mask", None)
         if row_adapters.layers_of(self.model):
