@@ -175,6 +175,9 @@ With `captured_step="always"`. What reads pictures and sounds is the library's o
 
 ## Models made of two, and models that read sounds
 
+The engine runs these, and those of the table above that have a captured step, except Granite Speech, in
+[slots](engine.md#slots).
+
 {table(["model", "of", "all ways of decoding", "captured step"], composite_rows())}
 
 ## Models that make sounds

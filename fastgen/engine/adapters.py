@@ -1,4 +1,4 @@
-"""A peft model as the engine sees it: which model its `generate` calls, and when its requests can run in slots.
+"""A model around another, as the engine sees it: which model generates, and when requests can run in slots.
 
 peft's `generate` forwards the call to the model inside, whose layers hold the adapters. For adapters that add tokens,
 or that depend on rows or positions, it does more; each request of such a model keeps its own call of peft's `generate`.
@@ -23,6 +23,13 @@ from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 
 # peft's option that names the adapter of each row.
 ADAPTER_NAMES = "adapter_names"
+# Models whose own `generate` is known to leave the model unchanged around its calls of the library's `generate`, of
+# itself or of a part, unless it gets an option that changes the model.
+_ASK_LIBRARY = frozenset(
+    "Blip2ForConditionalGeneration BlipForConditionalGeneration BlipForQuestionAnswering "
+    "InstructBlipForConditionalGeneration SeamlessM4TForSpeechToText SeamlessM4TForTextToText "
+    "SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText WhisperForConditionalGeneration".split()
+)
 
 
 def is_pefts(model: Any) -> bool:
@@ -44,6 +51,21 @@ def model_inside(model: Any) -> Any:
     tuner = model.base_model  # a prompt-learning model has no tuner in between
     inside = tuner if isinstance(tuner, GenerationMixin) else getattr(tuner, "model", None)
     return inside if isinstance(inside, GenerationMixin) else model
+
+
+def model_that_decodes(model: Any) -> Any:
+    """Returns the model whose steps generate the tokens: the model inside, or the part of it that its own `generate`
+    calls, such as the language model of BLIP-2.
+    """
+    inside = model_inside(model)
+    parts = inside.children() if asks_library(inside) else ()
+    return next((part for part in parts if isinstance(part, GenerationMixin)), inside)
+
+
+def asks_library(model: Any) -> bool:
+    """Whether the model's own `generate` is known to leave the model unchanged while it waits for the library's."""
+    kind = type(model)
+    return kind.__module__.startswith("transformers.models.") and kind.__name__ in _ASK_LIBRARY
 
 
 def alone_for_adapters(model: Any) -> str | None:

@@ -18,7 +18,7 @@ from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.modules import modules_of
 from fastgen.engine import adapters
-from fastgen.engine.options import least_new_tokens, options_of
+from fastgen.engine.options import least_new_tokens, options_of, own_generate
 from fastgen.engine.requests import Request, is_form
 from fastgen.locks import forkable_lock
 from fastgen.optimizer.transformers import buckets, models, row_adapters, states
@@ -42,7 +42,7 @@ def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> li
     request, options = batch[0], _until_cancelled(batch)
     with _having(model, request.adapter, len(batch)) as of_peft:
         options |= of_peft
-        with drawing(batch):
+        with drawing(batch, model.device):
             if len(batch) > 1:
                 return _together(model, batch, options)
             given = request.options_in_slots if enters_slots else request.options
@@ -68,16 +68,20 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 
 @contextlib.contextmanager
-def drawing(batch: Sequence[Request]) -> Iterator[None]:
-    """Keeps other engines from drawing from torch's generator if one of these requests may draw.
+def drawing(batch: Sequence[Request], device: torch.device) -> Iterator[None]:
+    """Keeps other engines from drawing from torch's generator if one of these requests may draw. If there is one, its
+    seed is the generator's meanwhile.
 
     A request that enters slots gets a generator of its own there, but its seed is drawn from torch's; and a request
     that cannot enter draws until its call ends.
     """
     may_draw = any(each.seed is not None or each.config is None or each.config.do_sample for each in batch)
-    has_it = may_draw and _draws.acquire(timeout=_PATIENCE)
+    has_it, seed = may_draw and _draws.acquire(timeout=_PATIENCE), batch[0].seed if len(batch) == 1 else None
     try:
-        yield
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            yield
     finally:
         if has_it:
             _draws.release()
@@ -85,14 +89,8 @@ def drawing(batch: Sequence[Request]) -> Iterator[None]:
 
 def by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
     """Returns the result of a call for this request alone."""
-    device = model.device
     given = {name: _copied(value) for name, value in {**request.inputs, **options}.items()}
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=request.seed is not None),
-        adapters.without_hooks_left(model, options),
-    ):
-        if request.seed is not None:
-            torch.manual_seed(request.seed)
+    with adapters.without_hooks_left(model, options):
         return (request.generate or model.generate)(**given)
 
 
@@ -179,7 +177,7 @@ def written(generated: Tensor, config: Any) -> list[int]:
 
 def pads(model: Any) -> bool:
     """Whether requests of different lengths may share a batch: padding is known not to change their results."""
-    model = adapters.model_inside(model)
+    model = adapters.model_that_decodes(model)
     if model.config.is_encoder_decoder:
         return way_of(model.get_encoder()) is not None
     return buckets.ignores_padding(model)
@@ -187,7 +185,7 @@ def pads(model: Any) -> bool:
 
 def what_shares_a_call(model: Any) -> str:
     """Says, in a sentence, which requests of a model share a static batch."""
-    reason = alone_for_model(model)
+    reason = alone_for_model(model) or own_generate(adapters.model_inside(model))
     if reason is not None:
         return f"each request has a call of its own: {reason}"
     return f"requests {'' if pads(model) else 'of one length '}that agree in their options share a call"
@@ -198,15 +196,16 @@ def alone_for_model(model: Any) -> str | None:
     reason = adapters.alone_for_adapters(model)
     if reason is not None:
         return reason
-    model = adapters.model_inside(model)
+    inside, model = adapters.model_inside(model), adapters.model_that_decodes(model)
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
-    is_known |= states.are_known(model) or models.has_independent_rows(model)
-    if not is_known and not buckets.ignores_padding(model):
+    known = (buckets.is_decoder, states.are_known, models.has_independent_rows)
+    is_known |= all(any(knows(part) for knows in known) for part in models.parts_that_decode(model))
+    if not is_known:
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
     if "forward" in vars(model) or not library_code.is_own(kind.forward) or torch_functions.unusual() is not None:
         return "other code in the place of the library's"
-    reason = models.modules_unsupported(model)
+    reason = models.modules_unsupported(inside)
     if reason is None and models.rows_depend_on_each_other(model):
         reason = "what the model says of an input depends on the others of the batch"
     return reason

@@ -64,7 +64,7 @@ class ContinuousBatches:
     def __init__(
         self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float | None = 1.0, lookup: int = 0
     ) -> None:
-        self.model, self._inside, self.most_rows = model, adapters.model_inside(model), most_rows
+        self.model, self._inside, self.most_rows = model, adapters.model_that_decodes(model), most_rows
         has_encoder = bool(self._inside.config.is_encoder_decoder)
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
         self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall)
@@ -321,7 +321,7 @@ class ContinuousBatches:
         if step is None:
             repeats = self.prefills.max_stall is None and is_repeatable()
             step = Slots(self._inside, kind, self.most_rows // batch[0].rows, self._drafts.seconds, repeats)
-        self._budget.note(decoding.prompt)
+        self._budget.note(decoding.prompt, batch[0])
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request, of_slot in zip(batch, drafts, strict=True):
             own, length = request.options.get("logits_processor") or (), None if is_whole else request.length
@@ -329,7 +329,7 @@ class ContinuousBatches:
             if len(batch) > 1 and request.options.get("streamer") is not None:  # the call itself has none
                 slot.streamer, slot.streams_prompt = request.options["streamer"], True
             slot.drafts = of_slot
-            needed = self._budget.needed(request, slot.new_tokens)
+            needed = self._budget.needed(request, slot.new_tokens, decoding.prompt)
             if not self._budget.has_room(needed):
                 slot.error = ExceedsBudget(f"the request may need {needed} bytes of cache: cache_gib is less")
             entered.append(slot)

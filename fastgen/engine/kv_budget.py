@@ -31,12 +31,14 @@ class KVBudget:
         self.most_bytes, self.peak, self._has_encoder = most_bytes, 0, has_encoder
         self._is_known = False
         self._own = self._cross = self._states = 0  # bytes of a position, and of a row
-        self._source = 0  # positions of the longest source so far
+        self._source = self._before = 0  # positions of the longest source so far, and of pictures before the tokens
 
-    def note(self, prompt: Prompt) -> None:
+    def note(self, prompt: Prompt, request: Request) -> None:
         """Records the bytes of a position in self- and cross-attention, the bytes of a row's states, and the positions
-        of a source.
+        of a source, and of pictures before the tokens.
         """
+        if request.has_other_inputs and not self._has_encoder:
+            self._before = prompt.cached - request.prompt_positions
         self._own, self._cross = prompt.bytes_per_position
         self._states, self._source = prompt.bytes_of_states, max(self._source, prompt.sizes.source)
         self._is_known = True
@@ -63,13 +65,19 @@ class KVBudget:
             return None
         return max(self.most_bytes - self.stored(slots) - self.of_a_step(slots), 0) // self._own
 
-    def needed(self, request: Request, new_tokens: int) -> int:
-        """Returns the bytes of a request with `new_tokens` in each row, or fewer if it allows fewer."""
-        prompt, source = request.prompt_positions, 0
-        if self._has_encoder:  # sizes of audio and images are unknown before encoding
-            prompt, source = request.start_positions, self._source if request.tokens is None else request.length
+    def needed(self, request: Request, new_tokens: int, prompt: Prompt | None = None) -> int:
+        """Returns the bytes of a request with `new_tokens` in each row, or fewer if it allows fewer. The sizes of its
+        images and audio are estimated from those of others before a prefill has made its `prompt`.
+        """
+        own, source = request.prompt_positions, 0
+        if self._has_encoder:
+            own, source = request.start_positions, request.length
+        if prompt is not None and prompt.inputs == 1:
+            own, source = prompt.cached, prompt.sizes.source
+        elif request.has_other_inputs or request.tokens is None:
+            own, source = own + self._before, max(source, self._source)
         most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
-        return (prompt + request.rows * most) * self._own + source * self._cross + request.rows * self._states
+        return (own + request.rows * most) * self._own + source * self._cross + request.rows * self._states
 
     def fitting(self, batch: Iterable[Request], oldest: Request, others: Collection[Slot]) -> list[Request]:
         """Returns the requests of a batch that fit beside others, oldest first; at least that one if it is alone."""

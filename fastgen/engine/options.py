@@ -60,12 +60,7 @@ _WHOLE = "num_beams num_return_sequences max_new_tokens max_length".split()
 # Seeds that torch accepts.
 _SEEDS = range(-(2**63), 2**64)
 
-# Models whose own `generate` is known to leave the model unchanged around its calls of the library's `generate`, unless
-# one of the options in `_CHANGE_MODEL` (Whisper's) is set.
-_ASK_LIBRARY = frozenset(
-    "SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText "
-    "WhisperForConditionalGeneration".split()
-)
+# Options with which Whisper's own `generate` changes the model.
 _CHANGE_MODEL = ("return_token_timestamps", "assistant_model")
 
 # Names in configurations for the number of positions of a decoder, and of an encoder: the first that exists counts.
@@ -90,17 +85,17 @@ def make(
         options = {**options, "generation_config": generation_config}
     options = _own(options)
     made = Request(given, options, _index("seed", seed, _SEEDS))
-    made.alone = adapters.alone_for_adapters(outer)
-    if has_own_generate(model):
-        made.asks_library = made.alone is None and made.seed is None and _asks_library(outer, model, options)
-        made.alone = f"{type(model).__name__} has a generate of its own"
+    made.alone, own = adapters.alone_for_adapters(outer), own_generate(model)
+    if own is not None:
+        made.asks_library = made.alone is None and _asks_library(outer, model, options, made.seed)
+        made.alone = own
     if made.alone is not None:  # its own `generate` may take any options
         return made
     _check(made, outer, model, most_rows)
     return made
 
 
-def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int) -> Request | None:
+def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int, seed: int | None = None) -> Request | None:
     """Makes the request that stands for a call of the library's `generate` by a model's own; None if none can.
 
     Args:
@@ -111,7 +106,7 @@ def make_inner(model: Any, arguments: Mapping[str, Any], most_rows: int) -> Requ
     others = {name: value for name, value in others.items() if value is not None or name not in _ARGUMENTS}
     if not inputs or any(len(_first(value)) != 1 for value in inputs.values()):
         return None
-    made = Request(inputs, _own(others), generate=partial(GenerationMixin.generate, model))
+    made = Request(inputs, _own(others), seed, generate=partial(GenerationMixin.generate, model))
     try:
         _check(made, model, model, most_rows)
     except ValueError:  # the call itself raises it, or has no room
@@ -347,17 +342,21 @@ def positions_of(config: Any, of_source: bool = False) -> int | None:
     return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
 
 
-def has_own_generate(model: Any) -> bool:
-    """Whether this model overrides the library's `generate`, as Whisper does."""
-    return not _is_the_librarys(type(model), "generate")
-
-
-def _asks_library(outer: Any, model: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the model's own `generate` is known to leave the model unchanged while it waits for the library's."""
+def own_generate(model: Any) -> str | None:
+    """Returns why a request of a model that overrides the library's `generate`, as Whisper does, has a call of its own;
+    None for other models.
+    """
     kind = type(model)
-    is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in _ASK_LIBRARY
+    return None if _is_the_librarys(kind, "generate") else f"{kind.__name__} has a generate of its own"
+
+
+def _asks_library(outer: Any, model: Any, options: Mapping[str, Any], seed: int | None) -> bool:
+    """Whether calls of the library's `generate` by the model's own may run in slots."""
     changes_model = any(options.get(name) for name in _CHANGE_MODEL)
-    return is_known and not (changes_model or adapters.arguments_of(outer, options))
+    # Whisper's calls draw one after the other; a seed is that of one call.
+    has_one_seed = seed is None or type(model).__name__ != "WhisperForConditionalGeneration"
+    is_served = has_one_seed and not (changes_model or adapters.arguments_of(outer, options))
+    return is_served and adapters.asks_library(model)
 
 
 def _is_the_librarys(kind: type, name: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastgen import openmp
-from fastgen.engine.adapters import model_inside
+from fastgen.engine.adapters import model_that_decodes
 from fastgen.engine.calls import by_itself, drawing
 from fastgen.engine.options import make_inner
 from fastgen.engine.requests import Request
@@ -101,8 +101,8 @@ class OwnGenerate:
     def _ask(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
         """Replaces a call of the library's `generate` by a request to the engine, and returns its result."""
         self._end_if_abandoned()
-        is_own = model is model_inside(self._model)  # user code may call other models
-        made = make_inner(model, arguments, self._most_rows) if is_own else None
+        is_own = model is model_that_decodes(self._model)  # user code may call other models
+        made = make_inner(model, arguments, self._most_rows, self.request.seed) if is_own else None
         if made is None:
             return self._as_ever(model, arguments, as_ever)
         self._inner = made
@@ -115,7 +115,7 @@ class OwnGenerate:
 
     def _as_ever(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
         """Runs the call itself, without the engine."""
-        with running_elsewhere(None), drawing([self.request]):
+        with running_elsewhere(None), drawing([self.request], model.device):
             return as_ever()
 
     def _end_inner(self) -> None:

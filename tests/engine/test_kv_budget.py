@@ -15,7 +15,7 @@ def test_the_oldest_has_room_first(llama: Any) -> None:
     requests = [make(llama, PROMPTS[0], None, {"max_new_tokens": 8}, None, 8) for _ in range(3)]
     budget = KVBudget(None, has_encoder=False)
     prompt: Any = SimpleNamespace(bytes_per_position=(64, 0), bytes_of_states=0, sizes=SimpleNamespace(source=0))
-    budget.note(prompt)
+    budget.note(prompt, requests[0])
     budget.most_bytes = 2 * budget.needed(requests[0], 8)
     assert budget.fitting(requests, requests[2], []) == [requests[2], requests[0]]
     budget.most_bytes = 1

@@ -134,6 +134,32 @@ class _Tokens(BaseStreamer):
         self.is_over = True
 
 
+def test_a_part_of_the_model_generates() -> None:
+    """Its requests have seeds and code of their own, and one with more rows than the engine has runs alone."""
+    make_model, inputs = MODELS["blip 2 with opt"]
+    model, given = build(make_model), {name: value[:1] for name, value in inputs().items()}
+    banned, drawn = int(model.generate(**copy.deepcopy(given))[0, -1]), {"do_sample": True, "temperature": 2.0}
+    options: list[dict[str, Any]] = [
+        {}, {**drawn, "seed": 5}, {**drawn, "seed": 6, "num_return_sequences": 2},
+        {"logits_processor": [_Bans(banned)]}, {"streamer": _Tokens()}, {**drawn, "num_beams": 9, "seed": 7},
+    ]  # fmt: skip
+    with fastgen.Engine(model, slots=8) as engine, engine.paused():
+        waiting = [engine.submit(given, **each) for each in options]
+        failed = engine.submit(given, logits_processor=[_Bans(banned, fails_at=3)])
+    results, streamed = [each.result(WAIT) for each in waiting], options[4].pop("streamer")
+    with pytest.raises(LookupError, match="as planned"):
+        failed.result(WAIT)
+    stats = engine.stats()
+    assert stats["alone"] == {"Blip2ForConditionalGeneration has a generate of its own": 1}
+    assert stats["busy_row_steps"] > stats["steps"]
+    for each, result in zip(options, results, strict=True):
+        torch.manual_seed(each.pop("seed", 0))
+        assert_alone(model, [given], [result], **each)
+    model.generate(**copy.deepcopy(given), streamer=(alike := _Tokens()))
+    assert streamed.tokens == alike.tokens and streamed.is_over
+    assert not threads_left()
+
+
 def test_code_of_the_user_sees_its_own_request(whisper: Any) -> None:
     """One that raises fails alone."""
     banned = int(whisper.generate(**copy.deepcopy(SHORT[0]))[0, 1])

@@ -31,7 +31,7 @@ from fastgen.optimizer.transformers.models import parts_that_decode
 DECODERS = frozenset(
     f"transformers.models.{name}.modeling_{name}"
     for name in """
-        apertus arcee axk1 biogpt bitnet bloom codegen cohere cohere2 cwm deepseek_v2 deepseek_v3
+        apertus arcee axk1 biogpt bitnet bloom codegen cohere cohere2 ctrl cwm deepseek_v2 deepseek_v3
         ernie4_5 ernie4_5_moe exaone4 falcon gemma gemma2 gemma3 gemma3n gemma4 glm glm4 glm4_moe
         glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium
         hunyuan_v1_dense hyperclovax idefics3 internvl jais2 llama llava llava_next llava_onevision
@@ -141,7 +141,12 @@ def _encode_buckets(
 
 def ignores_padding(model: Any) -> bool:
     """Whether a decoder-only model is known to give the same result whatever padding precedes the prompt."""
-    return all(type(part).forward.__module__ in DECODERS for part in parts_that_decode(model))
+    return all(map(is_decoder, parts_that_decode(model)))
+
+
+def is_decoder(part: Any) -> bool:
+    """Whether a part of a model that generates is such a decoder."""
+    return type(part).forward.__module__ in DECODERS
 
 
 def reads_tokens_alone(model: Any, ids: Tensor, model_kwargs: dict[str, Any]) -> bool:

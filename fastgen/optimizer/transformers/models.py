@@ -42,13 +42,20 @@ ADAPTERS = frozenset(
 # Inputs that give the type of each token. A step gets the type of the last token, because generated tokens are text.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Classes whose tokens for an input are known not to depend on the other inputs of a batch: composites of two models,
-# their parts, and models that read audio.
+# parts of them, and models that read images or audio.
 _INDEPENDENT = frozenset(
     """
-    BertLMHeadModel CamembertForCausalLM ElectraForCausalLM EncoderDecoderModel GPT2LMHeadModel MBartForCausalLM
-    MoonshineForConditionalGeneration RobertaForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText
-    SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText Speech2TextForConditionalGeneration
-    SpeechEncoderDecoderModel SpeechT5ForSpeechToText TrOCRForCausalLM VisionEncoderDecoderModel XLMRobertaForCausalLM
+    AudioFlamingo3ForConditionalGeneration AyaVisionForConditionalGeneration BartModel BertLMHeadModel
+    BlipTextLMHeadModel CamembertForCausalLM Cohere2VisionForConditionalGeneration ElectraForCausalLM
+    EncoderDecoderModel Ernie4_5_VLMoeForConditionalGeneration Ernie4_5_VLMoeTextModel FSMTForConditionalGeneration
+    Florence2ForConditionalGeneration GPT2LMHeadModel GitForCausalLM Glm4vForConditionalGeneration Glm4vTextModel
+    GlmAsrForConditionalGeneration Idefics2ForConditionalGeneration Lfm2VlForConditionalGeneration
+    LongT5ForConditionalGeneration MBartForCausalLM MoonshineForConditionalGeneration MvpForConditionalGeneration
+    PLBartForConditionalGeneration PaliGemmaForConditionalGeneration Pix2StructForConditionalGeneration
+    Pix2StructTextModel Qwen2AudioForConditionalGeneration RobertaForCausalLM SeamlessM4TForSpeechToText
+    SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
+    Speech2TextForConditionalGeneration SpeechEncoderDecoderModel SpeechT5ForSpeechToText TrOCRForCausalLM
+    UdopForConditionalGeneration VisionEncoderDecoderModel VoxtralForConditionalGeneration XLMRobertaForCausalLM
     """.split()
 )
 # `generate` treats this class as decoder-only, but it takes an encoder's output, as the inputs below, and stores its K
@@ -308,14 +315,13 @@ def attention_functions() -> Hashable:
     return tuple([(name, IdentityGuard.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
 
 
-def has_independent_rows(model: Any) -> bool:
-    """Whether the rows of the generating part are known to be independent. The encoder does not matter: it runs per
+def has_independent_rows(part: Any) -> bool:
+    """Whether the rows of a part that generates are known to be independent. The encoder does not matter: it runs per
     input.
     """
-    parts = parts_that_decode(model)
-    are_known = all(_class_of(part).startswith("transformers.models.") for part in parts)
-    are_as_they_were = all("forward" not in vars(part) and library_code.is_own(type(part).forward) for part in parts)
-    return are_known and are_as_they_were and all(_short_name_of(part) in _INDEPENDENT for part in parts)
+    is_as_it_was = "forward" not in vars(part) and library_code.is_own(type(part).forward)
+    is_known = _class_of(part).startswith("transformers.models.") and _short_name_of(part) in _INDEPENDENT
+    return is_as_it_was and is_known
 
 
 def rows_depend_on_each_other(model: Any) -> bool:

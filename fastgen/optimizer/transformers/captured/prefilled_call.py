@@ -32,7 +32,7 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.codebooks import PLAIN, Codebooks
-from fastgen.optimizer.transformers.models import STATES, pictures_in_front, positions_of_step
+from fastgen.optimizer.transformers.models import STATES, positions_of_step
 
 # Combines two rows of scores into one.
 GUIDANCE = logits_process.ClassifierFreeGuidanceLogitsProcessor
@@ -91,11 +91,7 @@ class PrefilledCall:
         self._key = self.own_key = self._make_key()
 
     def _prepare_for_slots(self) -> None:
-        """Adapts the prompt to a step with slots, or refuses it."""
-        if self.prompt.cross and not self.model.config.is_encoder_decoder:
-            raise CannotBeCaptured("states of an encoder in slots")
-        if pictures_in_front(self.model):
-            raise CannotBeCaptured("pictures in front of the tokens in slots")
+        """Adapts the prompt to a step with slots."""
         if self.prompt.cross:  # in slots, a source has no padding
             self.prompt.tensors.pop("attention_mask", None)
         if row_adapters.layers_of(self.model):
