@@ -76,15 +76,10 @@ def test_the_trap_springs(tmp_path):
 
 # One architecture of each family, with the field that it evaluates first.
 FAMILIES = {
-    "transformer": "adaptive_softmax_cutoff",
-    "lightconv": "adaptive_softmax_cutoff",
-    "lstm": "decoder_attention",
-    "fconv": "encoder_layers",
-    "fconv_self_att": "pretrained",
-    "fconv_lm": "decoder_layers",
-    "transformer_lm": "adaptive_softmax_cutoff",
-    "lightconv_lm": "adaptive_softmax_cutoff",
-}
+    "transformer": "adaptive_softmax_cutoff", "lightconv": "adaptive_softmax_cutoff", "lstm": "decoder_attention",
+    "fconv": "encoder_layers", "fconv_self_att": "pretrained", "fconv_lm": "decoder_layers",
+    "transformer_lm": "adaptive_softmax_cutoff", "lightconv_lm": "adaptive_softmax_cutoff",
+}  # fmt: skip
 
 
 def task_name(arch: str) -> str:

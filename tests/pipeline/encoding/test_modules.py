@@ -248,17 +248,11 @@ def test_paths_that_cannot_be_of_a_folder_of_the_model(fresh, path) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("linear.bias", (1,)),
-        ("linear.bias", ()),
-        ("linear.bias", (5, 1)),
-        ("linear.weight", (5, 1)),
-        ("linear.weight", (32, 5)),
-        ("residual.weight", (1, 32)),
-        ("residual.weight", None),
-        ("linear.bias", None),
+        ("linear.bias", (1,)), ("linear.bias", ()), ("linear.bias", (5, 1)), ("linear.weight", (5, 1)),
+        ("linear.weight", (32, 5)), ("residual.weight", (1, 32)), ("residual.weight", None), ("linear.bias", None),
         ("linear.scale", (5,)),
     ],
-)
+)  # fmt: skip
 def test_tensors_of_other_shapes_are_refused(fresh, name, shape) -> None:
     """torch broadcasts many of them."""
     from safetensors.torch import save_file

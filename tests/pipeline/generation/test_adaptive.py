@@ -116,17 +116,13 @@ def test_static_without_slots(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "adaptive"),
-        ({"batch_size": "auto"}, "adaptive"),
-        ({"generation": {"max_new_tokens": 8}}, "static"),
-        ({"generation": {"max_length": 30}}, "adaptive"),
-        ({"max_tokens": 64}, "static"),
-        ({"batching": "static"}, "static"),
-        ({"batching": "continuous"}, "continuous"),
+        ({}, "adaptive"), ({"batch_size": "auto"}, "adaptive"), ({"generation": {"max_new_tokens": 8}}, "static"),
+        ({"generation": {"max_length": 30}}, "adaptive"), ({"max_tokens": 64}, "static"),
+        ({"batching": "static"}, "static"), ({"batching": "continuous"}, "continuous"),
         ({"generation": {"prompt_lookup_num_tokens": 2, **PENALTY}}, "static"),
         ({"self_speculation": "int8"}, "static"),
     ],
-)
+)  # fmt: skip
 def test_what_may_gain(gpt2: Path, options: dict[str, Any], expected: str) -> None:
     common = {"model": str(gpt2), "input": "-", "output": "-", "device": "cpu", "quiet": True, "generation": PENALTY}
     settings = RunOptions(**{**common, **options})
