@@ -151,7 +151,7 @@ def test_stop_tokens_and_eos(client: OpenAI) -> None:
 
 STREAMS: list[dict[str, Any]] = [
     {"temperature": 0},
-    {"temperature": 1, "seed": 1, "n": 2},
+    {"temperature": 1, "seed": 1, "n": 2, "logprobs": 1},
     {"num_beams": 3, "n": 2},
     {"temperature": 0, "prompt": [PROMPT, OTHER]},
     {"temperature": 0, "stop": ["the", "lord"]},
