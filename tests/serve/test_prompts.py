@@ -108,6 +108,13 @@ def test_lower_case_where_the_models_files_say_so() -> None:
     assert prompts.tokens_of(served(tokenizer), "God SAW", Cutting(), "input") != lower
 
 
+@pytest.mark.parametrize("prompt", ["", [], [5, -1], [10**6]])
+def test_what_is_no_prompt(prompt: Any) -> None:
+    with pytest.raises(BadRequest) as refused:
+        prompts.tokens_of(served(tiny.tokenizer(False)), prompt, Cutting(), "prompt")
+    assert refused.value.param == "prompt"
+
+
 def test_what_is_far_too_long_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = served(tiny.tokenizer(False)), "the day " * 2000
     all_tokens = tuple(model.tokenizer(text)["input_ids"])
