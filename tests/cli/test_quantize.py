@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import signal
-import time
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +15,6 @@ import fastgen
 from fastgen.pipeline.quantizing import QuantizeOptions
 from fastgen.pipeline.quantizing import run as running
 from fastgen_cli.quantize import build_parser, main
-from tests.pipeline.children import finished, in_child
 
 FAST = ["--group-size", "16", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
 
@@ -141,21 +136,3 @@ def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, one_line):
     said = one_line()
     assert said.startswith("fastgen-quantize: interrupted; to continue: fastgen-quantize --resume ")
     assert call("--resume", *words) == 0
-
-
-def test_a_killed_run_is_continued(bart, pairs, tmp_path):
-    """Killed when the first block is there; compared with a run that was not."""
-    words = ["--calibration", str(pairs), "--quiet", *FAST]
-    block, out = tmp_path / "out.partial" / "block-0000.safetensors", tmp_path / "out"
-    child = in_child(lambda: call(bart, out, *words))
-    while not block.exists() and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    status = finished(child)
-    if status != 0:  # otherwise it was done before it could be killed
-        assert status == -signal.SIGKILL
-        assert block.exists() and not out.exists()
-        assert call(bart, out, "--resume", *words) == 0
-    assert call(bart, tmp_path / "whole", *words) == 0
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -140,7 +140,7 @@ def test_a_source_that_ends_at_the_first_step():
 
 @pytest.mark.parametrize("kind", ["ordered", "unordered"])
 def test_constraints(kind):
-    # As FairSeq packs them: how many there are, then each with a zero behind it.
+    # As FairSeq packs them: how many there are, then each followed by a zero.
     constraints = torch.tensor([[2, 9, 12, 0, 20, 0], [1, 30, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 11, 40, 41, 0, 0]])
 
     def make() -> Any:

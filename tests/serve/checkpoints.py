@@ -73,7 +73,7 @@ def generated(path: str, prompt: str | Sequence[int], seed: int | None = None, *
 
 
 def of_job(model: Any, job: Generate, **options: Any) -> list[tuple[tuple[int, ...], float | None]]:
-    """Tokens and scores that `generate` gives for a job alone, cut behind the prompt and before EOS."""
+    """The tokens and scores of `generate` for a job alone, cut after the prompt and before EOS."""
     with torch.random.fork_rng():
         torch.manual_seed(job.seed or 0)
         options = {**job.options, **options, "return_dict_in_generate": True, "output_scores": True}

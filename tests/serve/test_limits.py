@@ -310,7 +310,7 @@ def test_a_request_has_an_id_and_a_line_in_the_log_without_its_text(url: str, ca
     assert len(made) == 32
     httpx.get(f"{url}/health?text=private", headers={"X-Request-Id": "mine-2"})
     httpx.get(f"{url}/private", headers={"X-Request-Id": "mine-3"})
-    until(lambda: len(caplog.records) == 4)  # a line is written behind its answer
+    until(lambda: len(caplog.records) == 4)  # a line is written after its answer
     lines: list[dict[str, Any]] = [json.loads(record.getMessage()) for record in caplog.records]
     assert [line["id"] for line in lines] == ["mine-1", made, "mine-2", "mine-3"]
     assert [(line["path"], line["status"]) for line in lines[2:]] == [("/health", 200), ("unknown", 404)]

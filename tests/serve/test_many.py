@@ -239,7 +239,7 @@ def test_memory_does_not_grow() -> None:
         main = psutil.Process(server.process.pid)
 
         def resident() -> int:
-            time.sleep(5)  # the processes give back what is free behind a second without a job
+            time.sleep(5)  # the processes free unused memory after a second without a job
             return sum(each.memory_info().rss for each in (main, *main.children(recursive=True)))
 
         Load(server.url, 2_000, []).run()

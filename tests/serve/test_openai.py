@@ -57,7 +57,7 @@ def test_a_prompt_goes_on(client: OpenAI) -> None:
     answer = complete(client, **GREEDY)
     options = {"num_beams": 1, "do_sample": False, "max_new_tokens": 12}
     assert answer.choices[0].text == texts(GPT2, PROMPT, **options)[0]
-    assert complete(client, prompt=OTHER, **GREEDY).choices[0].text.startswith(" "), "a word comes behind a word"
+    assert complete(client, prompt=OTHER, **GREEDY).choices[0].text.startswith(" "), "a word follows a word"
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 12
     assert complete(client, temperature=0).usage.completion_tokens == 16, "OpenAI's default"
 

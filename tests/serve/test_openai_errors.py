@@ -1,4 +1,4 @@
-"""What the interfaces of OpenAI and vLLM refuse, and how it says so; what fails before and behind the first chunk."""
+"""What the interfaces of OpenAI and vLLM refuse, and how it says so; what fails before and after the first chunk."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen_serve.errors import BadRequest, Failed
+from fastgen_serve.errors import Failed
 from fastgen_serve.jobs import Delta, Generate, Generated
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
@@ -126,13 +126,6 @@ async def test_scores_that_are_not_numbers_fail() -> None:
             with pytest.raises(Failed, match="not numbers"):
                 await streamed(made, replace(job, streams=True))
         assert len((await made.generate(greedy)).sequences) == 1
-
-
-def test_log_probabilities_of_beams_are_refused(model: LocalModel) -> None:
-    job = Generate(jobs(model)[0].tokens, {"num_beams": 2}, logprobs=1)
-    with pytest.raises(BadRequest) as refused:
-        asyncio.run(model.generate(job))
-    assert refused.value.param == "logprobs"
 
 
 def test_a_stop_text_is_new(model: LocalModel) -> None:

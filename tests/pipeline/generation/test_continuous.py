@@ -112,8 +112,9 @@ def test_records_that_fail(bart: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "out.txt").read_text().splitlines() == expected and report.skipped == 4
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), LookupError("a token")], ids=repr)
-@pytest.mark.parametrize("generation", [UNEVEN, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("error", "generation"), [(RuntimeError("can't allocate memory"), UNEVEN), (LookupError("a token"), SAMPLED)]
+)
 def test_a_step_that_fails_for_one_of_its_records(
     error: Exception, generation: dict[str, Any], gpt2: Path, inputs: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
