@@ -89,17 +89,13 @@ def task_name(arch: str) -> str:
 @pytest.mark.parametrize(
     ("command", "layout", "arch"),
     [
-        (commands.generate, "cfg", "transformer"),
-        (commands.generate, "args", "fconv"),
-        (commands.interactive, "args", "transformer"),
-        (commands.interactive, "cfg", "fconv_self_att"),
-        (commands.eval_lm, "cfg", "transformer_lm"),
-        (commands.eval_lm, "args", "fconv_lm"),
-        (generate_any, "cfg", "lstm"),
-        (generate_any, "args", "transformer"),
+        (commands.generate, "cfg", "transformer"), (commands.generate, "args", "fconv"),
+        (commands.interactive, "args", "transformer"), (commands.interactive, "cfg", "fconv_self_att"),
+        (commands.eval_lm, "cfg", "transformer_lm"), (commands.eval_lm, "args", "fconv_lm"),
+        (generate_any, "cfg", "lstm"), (generate_any, "args", "transformer"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
-)
+)  # fmt: skip
 def test_no_command_runs_code(folder, trap, capsys, command, layout, arch):
     path = write(folder, layout, arch, **{FAMILIES[arch]: trap.code})
     words = [str(folder), "--path", path, "--cpu"]
@@ -116,13 +112,11 @@ def test_no_command_runs_code(folder, trap, capsys, command, layout, arch):
 @pytest.mark.parametrize(
     ("interface", "arch", "layout"),
     [
-        (TransformerModel, "transformer", "cfg"),
-        (TransformerModel, "transformer", "args"),
-        (FConvModel, "fconv", "args"),
-        (TransformerLanguageModel, "transformer_lm", "cfg"),
+        (TransformerModel, "transformer", "cfg"), (TransformerModel, "transformer", "args"),
+        (FConvModel, "fconv", "args"), (TransformerLanguageModel, "transformer_lm", "cfg"),
     ],
     ids=lambda value: value if type(value) is str else "",
-)
+)  # fmt: skip
 def test_no_hub_interface_runs_code(folder, trap, interface, arch, layout):
     write(folder, layout, arch, **{FAMILIES[arch]: trap.code})
     with pytest.raises(RefusedValue):

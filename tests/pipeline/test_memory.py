@@ -85,15 +85,11 @@ def allocated(work: Callable[[], None], device: torch.device) -> int:
 @pytest.mark.parametrize(
     ("make", "rows", "width", "options"),
     [
-        (bart, 8, 256, {"num_beams": 4}),
-        (bart, 2, 512, {}),
-        (bart, 24, 16, {"num_beams": 4, "new_tokens": 30}),
-        (t5, 8, 128, {"num_beams": 2}),
-        (gpt2, 8, 256, {"num_beams": 4}),
-        (gpt2, 16, 16, {"num_return_sequences": 3, "do_sample": True, "top_p": 0.9}),
-        (llama, 8, 256, {"num_beams": 2}),
+        (bart, 8, 256, {"num_beams": 4}), (bart, 2, 512, {}), (bart, 24, 16, {"num_beams": 4, "new_tokens": 30}),
+        (t5, 8, 128, {"num_beams": 2}), (gpt2, 8, 256, {"num_beams": 4}),
+        (gpt2, 16, 16, {"num_return_sequences": 3, "do_sample": True, "top_p": 0.9}), (llama, 8, 256, {"num_beams": 2}),
     ],
-)
+)  # fmt: skip
 def test_what_a_batch_takes(make, rows, width, options, device):
     """On a GPU (`--device cuda`) against `torch.cuda.max_memory_allocated`, with the captured step and without."""
     if device.type == "cuda":

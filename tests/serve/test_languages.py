@@ -30,13 +30,9 @@ def test_codes_have_one_form(code, expected):
 def test_models_languages_are_named_by_the_shortest_code():
     found = languages.shortest(["eng_Latn", "deu_Latn", "zho_Hans", "zho_Hant", "ace_Arab", "ace_Latn", "<mask>"])
     assert found == {
-        "en": "eng_Latn",
-        "de": "deu_Latn",
-        "zh-Hans": "zho_Hans",
-        "zh-Hant": "zho_Hant",
-        "ace-Arab": "ace_Arab",
+        "en": "eng_Latn", "de": "deu_Latn", "zh-Hans": "zho_Hans", "zh-Hant": "zho_Hant", "ace-Arab": "ace_Arab",
         "ace-Latn": "ace_Latn",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("codes", [NLLB, M2M100, MBART], ids=["nllb", "m2m100", "mbart50"])

@@ -150,16 +150,12 @@ def test_stop_tokens_and_eos(client: OpenAI) -> None:
 
 
 STREAMS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 1, "seed": 1, "n": 2, "logprobs": 1},
-    {"num_beams": 3, "n": 2},
-    {"temperature": 0, "prompt": [PROMPT, OTHER]},
-    {"temperature": 0, "stop": ["the", "lord"]},
-    {"temperature": 0, "logprobs": 2},
-    {"num_beams": 3, "n": 2, "stop": ["the", "I"]},
+    {"temperature": 0}, {"temperature": 1, "seed": 1, "n": 2, "logprobs": 1}, {"num_beams": 3, "n": 2},
+    {"temperature": 0, "prompt": [PROMPT, OTHER]}, {"temperature": 0, "stop": ["the", "lord"]},
+    {"temperature": 0, "logprobs": 2}, {"num_beams": 3, "n": 2, "stop": ["the", "I"]},
     {"model": "bart", "prompt": SOURCE, "n": 2},
     {"model": "bart", "prompt": SOURCE, "stop": "unto", "include_stop_str_in_output": True},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", STREAMS, ids=str)

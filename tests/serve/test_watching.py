@@ -86,13 +86,11 @@ def test_with_beams_a_beginning_of_the_best_one_streams(model: LocalModel, optio
 @pytest.mark.parametrize(
     ("options", "stops"),
     [
-        ({"num_beams": 1}, ONE),
-        ({"num_beams": 1}, SOME),
-        ({"num_beams": 3}, SOME),
+        ({"num_beams": 1}, ONE), ({"num_beams": 1}, SOME), ({"num_beams": 3}, SOME),
         ({"num_beams": 1, "do_sample": True, "num_return_sequences": 2}, ONE),
     ],
     ids=["greedy-one", "greedy-some", "beams", "several"],
-)
+)  # fmt: skip
 def test_a_stop_text_ends_sequences_where_the_librarys_does(
     model: LocalModel, options: dict[str, Any], stops: tuple[str, ...]
 ) -> None:

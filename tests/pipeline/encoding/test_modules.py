@@ -136,11 +136,8 @@ def test_prompts(fresh) -> None:
     known = {"prompts": {"query": "q: ", "passage": "p: "}, "default_prompt_name": "passage"}
     tiny.sentence_files(fresh, ("Pooling", {}), prompts=known)
     for options, prompt in (
-        ({}, "p: "),
-        ({"prompt_name": "query"}, "q: "),
-        ({"prompt": ""}, ""),
-        ({"prompt": "x"}, "x"),
-    ):
+        ({}, "p: "), ({"prompt_name": "query"}, "q: "), ({"prompt": ""}, ""), ({"prompt": "x"}, "x"),
+    ):  # fmt: skip
         assert read_modules(str(fresh), asked(**options)).prompt == prompt
     with pytest.raises(SetupError, match="no prompt 'other': there are query, passage"):
         read_modules(str(fresh), asked(prompt_name="other"))

@@ -87,12 +87,10 @@ def test_the_same_file_as_static_batches(
 @pytest.mark.parametrize(
     "lengths",
     [
-        pytest.param([3] * 12 + [5] * 9, id="full"),
-        pytest.param([3, 4, 5, 6], id="few"),
-        pytest.param([7], id="one"),
+        pytest.param([3] * 12 + [5] * 9, id="full"), pytest.param([3, 4, 5, 6], id="few"), pytest.param([7], id="one"),
         pytest.param([], id="none"),
     ],
-)
+)  # fmt: skip
 def test_full_or_few_batches_are_static(gpt2: Path, lengths: list[int], tmp_path: Path, served: list[int]) -> None:
     (tmp_path / "in.txt").write_text("".join("light " * length + "\n" for length in lengths))
     report = run(gpt2, tmp_path / "in.txt", tmp_path / "out.txt")

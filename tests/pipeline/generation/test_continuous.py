@@ -46,12 +46,10 @@ def inputs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "generation", "form"),
     [
-        ("bart", BEAMS, "jsonl"),
-        ("bart", UNEVEN, "txt"),
-        ("gpt2", UNEVEN, "jsonl"),
+        ("bart", BEAMS, "jsonl"), ("bart", UNEVEN, "txt"), ("gpt2", UNEVEN, "jsonl"),
         ("gpt2", {**BEAMS, "repetition_penalty": 1.3}, "txt"),
     ],
-)
+)  # fmt: skip
 def test_the_same_file_as_static_batches(
     kind: str, generation: dict[str, Any], form: str, inputs: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
