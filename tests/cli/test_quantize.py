@@ -14,9 +14,16 @@ from safetensors.torch import load_file
 import fastgen
 from fastgen.pipeline.quantizing import QuantizeOptions
 from fastgen.pipeline.quantizing import run as running
+from fastgen.quantization import report
 from fastgen_cli.quantize import build_parser, main
 
 FAST = ["--group-size", "16", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """Drawing the report takes longer than quantising a tiny model."""
+    monkeypatch.setattr(report, "png", lambda values: b"")
 
 
 def call(*words):
@@ -80,6 +87,7 @@ def test_a_run(bart, pairs, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_rounding_to_nearest_needs_no_text(gpt2, tmp_path, pairs, capsys):
     """Its weights are those of a run with text: they depend on none."""
     assert call(gpt2, tmp_path / "out", "--method", "rtn", *FAST) == 0
@@ -89,6 +97,7 @@ def test_rounding_to_nearest_needs_no_text(gpt2, tmp_path, pairs, capsys):
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_gguf_file_is_unpacked_and_rounded(tmp_path, capsys):
     """As the model that Transformers unpacks it to, and saves."""
     pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
@@ -129,6 +138,7 @@ def test_a_folder_that_is_missing_is_no_connection_that_failed(tmp_path, one_lin
     assert "model smollm cannot be loaded: there is no such folder, and the hub cannot be reached" in one_line()
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, one_line):
     words = [bart, tmp_path / "out", "--calibration", pairs, "--quiet", *FAST]
     with mock.patch.object(running, "save", side_effect=KeyboardInterrupt):
