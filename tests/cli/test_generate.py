@@ -61,11 +61,8 @@ def test_options_reach_the_settings():
 
 def test_words_after_a_double_dash_are_left_alone():
     assert normalise(["--do_sample", "x_y", "--", "--a_b"], {"--do-sample"}) == [
-        "--do-sample=true",
-        "x_y",
-        "--",
-        "--a_b",
-    ]
+        "--do-sample=true", "x_y", "--", "--a_b",
+    ]  # fmt: skip
 
 
 def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, one_line):

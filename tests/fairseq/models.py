@@ -74,14 +74,9 @@ def encoder_decoder(seed: int = 0, scale: float = 1.6, **options: Any) -> Any:
 
 def language_model_arguments(**options: Any) -> Namespace:
     args = Namespace(
-        decoder_embed_dim=32,
-        decoder_ffn_embed_dim=64,
-        decoder_layers=2,
-        decoder_attention_heads=4,
-        max_target_positions=256,
-        tokens_per_sample=256,
-        **options,
-    )
+        decoder_embed_dim=32, decoder_ffn_embed_dim=64, decoder_layers=2, decoder_attention_heads=4,
+        max_target_positions=256, tokens_per_sample=256, **options,
+    )  # fmt: skip
     transformer_lm.base_lm_architecture(args)
     return args
 
@@ -93,12 +88,9 @@ def language_model(seed: int = 0, scale: float = 1.6, words: Any = None, **optio
 
 def gpt2(seed: int = 0) -> Any:
     return language_model(
-        seed,
-        activation_fn="gelu",
-        decoder_normalize_before=True,
-        decoder_learned_pos=True,
+        seed, activation_fn="gelu", decoder_normalize_before=True, decoder_learned_pos=True,
         share_decoder_input_output_embed=True,
-    )
+    )  # fmt: skip
 
 
 def bart_arguments(**options: Any) -> Namespace:
@@ -114,13 +106,9 @@ def bart_model(seed: int = 0, words: Any = None, **options: Any) -> Any:
 def mbart_model(seed: int = 0, words: Any = None) -> Any:
     # What `mbart_large` sets, but for its size.
     return bart_model(
-        seed,
-        words,
-        no_scale_embedding=False,
-        encoder_normalize_before=True,
-        decoder_normalize_before=True,
+        seed, words, no_scale_embedding=False, encoder_normalize_before=True, decoder_normalize_before=True,
         layernorm_embedding=True,
-    )
+    )  # fmt: skip
 
 
 def lstm_model(seed: int = 0) -> Any:
@@ -131,14 +119,9 @@ def lstm_model(seed: int = 0) -> Any:
 
 def convolutional(seed: int = 0) -> Any:
     args = Namespace(
-        encoder_embed_dim=16,
-        decoder_embed_dim=16,
-        encoder_layers="[(16, 3)]",
-        decoder_layers="[(16, 3)]",
-        decoder_out_embed_dim=16,
-        max_source_positions=128,
-        max_target_positions=128,
-    )
+        encoder_embed_dim=16, decoder_embed_dim=16, encoder_layers="[(16, 3)]", decoder_layers="[(16, 3)]",
+        decoder_out_embed_dim=16, max_source_positions=128, max_target_positions=128,
+    )  # fmt: skip
     fconv.base_architecture(args)
     return lively(fconv.FConvModel.build_model(args, task()), seed)
 

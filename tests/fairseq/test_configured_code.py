@@ -76,15 +76,10 @@ def test_the_trap_springs(tmp_path):
 
 # One architecture of each family, with the field that it evaluates first.
 FAMILIES = {
-    "transformer": "adaptive_softmax_cutoff",
-    "lightconv": "adaptive_softmax_cutoff",
-    "lstm": "decoder_attention",
-    "fconv": "encoder_layers",
-    "fconv_self_att": "pretrained",
-    "fconv_lm": "decoder_layers",
-    "transformer_lm": "adaptive_softmax_cutoff",
-    "lightconv_lm": "adaptive_softmax_cutoff",
-}
+    "transformer": "adaptive_softmax_cutoff", "lightconv": "adaptive_softmax_cutoff", "lstm": "decoder_attention",
+    "fconv": "encoder_layers", "fconv_self_att": "pretrained", "fconv_lm": "decoder_layers",
+    "transformer_lm": "adaptive_softmax_cutoff", "lightconv_lm": "adaptive_softmax_cutoff",
+}  # fmt: skip
 
 
 def task_name(arch: str) -> str:
@@ -94,17 +89,13 @@ def task_name(arch: str) -> str:
 @pytest.mark.parametrize(
     ("command", "layout", "arch"),
     [
-        (commands.generate, "cfg", "transformer"),
-        (commands.generate, "args", "fconv"),
-        (commands.interactive, "args", "transformer"),
-        (commands.interactive, "cfg", "fconv_self_att"),
-        (commands.eval_lm, "cfg", "transformer_lm"),
-        (commands.eval_lm, "args", "fconv_lm"),
-        (generate_any, "cfg", "lstm"),
-        (generate_any, "args", "transformer"),
+        (commands.generate, "cfg", "transformer"), (commands.generate, "args", "fconv"),
+        (commands.interactive, "args", "transformer"), (commands.interactive, "cfg", "fconv_self_att"),
+        (commands.eval_lm, "cfg", "transformer_lm"), (commands.eval_lm, "args", "fconv_lm"),
+        (generate_any, "cfg", "lstm"), (generate_any, "args", "transformer"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
-)
+)  # fmt: skip
 def test_no_command_runs_code(folder, trap, capsys, command, layout, arch):
     path = write(folder, layout, arch, **{FAMILIES[arch]: trap.code})
     words = [str(folder), "--path", path, "--cpu"]
@@ -121,13 +112,11 @@ def test_no_command_runs_code(folder, trap, capsys, command, layout, arch):
 @pytest.mark.parametrize(
     ("interface", "arch", "layout"),
     [
-        (TransformerModel, "transformer", "cfg"),
-        (TransformerModel, "transformer", "args"),
-        (FConvModel, "fconv", "args"),
-        (TransformerLanguageModel, "transformer_lm", "cfg"),
+        (TransformerModel, "transformer", "cfg"), (TransformerModel, "transformer", "args"),
+        (FConvModel, "fconv", "args"), (TransformerLanguageModel, "transformer_lm", "cfg"),
     ],
     ids=lambda value: value if type(value) is str else "",
-)
+)  # fmt: skip
 def test_no_hub_interface_runs_code(folder, trap, interface, arch, layout):
     write(folder, layout, arch, **{FAMILIES[arch]: trap.code})
     with pytest.raises(RefusedValue):

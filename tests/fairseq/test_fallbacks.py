@@ -228,14 +228,11 @@ def test_a_generator_inside_a_generator():
 
     check(
         lambda: SequenceGenerator(
-            [model],
-            words,
-            beam_size=2,
-            max_len_b=2,
+            [model], words, beam_size=2, max_len_b=2,
             search_strategy=search.PrefixConstrainedBeamSearch(words, allowed),
         ),
         models.sources(2),
-    )
+    )  # fmt: skip
     assert accelerated() > 1 and list(fallbacks()) == ["LSTMDecoder is not a Transformer decoder"]
 
 

@@ -120,13 +120,11 @@ def test_ensembles(members, length):
 @pytest.mark.parametrize(
     "prefix",
     [
-        [[5], [6], [7], [8]],
-        [[5, 6, 7], [8, 9, 10], [11, 12, 13], [14, 15, 16]],
-        [[5, 6, 7], [8, 1, 1], [1, 1, 1], [14, 15, 1]],
-        [[5, 2, 1], [8, 9, 2], [11, 12, 13], [14, 2, 1]],
+        [[5], [6], [7], [8]], [[5, 6, 7], [8, 9, 10], [11, 12, 13], [14, 15, 16]],
+        [[5, 6, 7], [8, 1, 1], [1, 1, 1], [14, 15, 1]], [[5, 2, 1], [8, 9, 2], [11, 12, 13], [14, 2, 1]],
     ],
     ids=["language", "several", "of different lengths", "with an end"],
-)
+)  # fmt: skip
 def test_prefix_tokens(name, prefix):
     sample = models.sources(4)
     check(lambda: generator_for([pool(name)], beam_size=3), sample, prefix_tokens=torch.tensor(prefix))
@@ -142,7 +140,7 @@ def test_a_source_that_ends_at_the_first_step():
 
 @pytest.mark.parametrize("kind", ["ordered", "unordered"])
 def test_constraints(kind):
-    # As FairSeq packs them: how many there are, then each with a zero behind it.
+    # As FairSeq packs them: how many there are, then each followed by a zero.
     constraints = torch.tensor([[2, 9, 12, 0, 20, 0], [1, 30, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 11, 40, 41, 0, 0]])
 
     def make() -> Any:

@@ -60,16 +60,9 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> Any:
     words.add_symbol("<mask>")
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
     write_checkpoint(
-        folder / "model.pt",
-        models.bart_model(words=task),
-        models.bart_arguments(),
-        arch="bart_base",
-        task="denoising",
-        criterion="cross_entropy",
-        tokens_per_sample=128,
-        seed=1,
-        data="",
-    )
+        folder / "model.pt", models.bart_model(words=task), models.bart_arguments(), arch="bart_base", task="denoising",
+        criterion="cross_entropy", tokens_per_sample=128, seed=1, data="",
+    )  # fmt: skip
     files = {"gpt2_encoder_json": str(folder / "encoder.json"), "gpt2_vocab_bpe": str(folder / "vocab.bpe")}
     return BARTModel.from_pretrained(str(folder), **files).eval()
 

@@ -1,4 +1,4 @@
-"""What language models generate behind a prefix, which FastGen runs once per source and at once."""
+"""What language models generate after a prefix, which FastGen runs once per source and at once."""
 
 from __future__ import annotations
 

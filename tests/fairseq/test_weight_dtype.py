@@ -42,12 +42,10 @@ def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyP
     ("option", "precision"),
     [
         *((["--weight-dtype", precision], precision) for precision in ("fp32", *quantized_linear.PRECISIONS)),
-        ([], "fp32"),
-        (["--cpu-weights", "int8"], "int8"),
-        (["--cpu-weights=bf16"], "bf16"),
+        ([], "fp32"), (["--cpu-weights", "int8"], "int8"), (["--cpu-weights=bf16"], "bf16"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_option_of_the_commands(option: list[str], precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
 

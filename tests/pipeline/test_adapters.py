@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+import transformers
 
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation.loading import load
@@ -28,8 +22,8 @@ from tests.pipeline.test_loading import settings
 peft = pytest.importorskip("peft", reason="peft is not there")
 
 KINDS = {
-    "bart": (AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM", ["q_proj", "v_proj"]),
-    "gpt2": (AutoModelForCausalLM, "CAUSAL_LM", ["c_attn"]),
+    "bart": (transformers.AutoModelForSeq2SeqLM, "SEQ_2_SEQ_LM", ["q_proj", "v_proj"]),
+    "gpt2": (transformers.AutoModelForCausalLM, "CAUSAL_LM", ["c_attn"]),
 }
 
 
@@ -47,13 +41,18 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """A model, and adapters for it."""
-    base = Path(shutil.copytree(request.getfixturevalue(request.param), tmp_path / request.param))
-    return base, saved(request.param, base, tmp_path / "adapters")
+    """A model, BART unless the test has several, and adapters for it."""
+    name = getattr(request, "param", "bart")
+    base = Path(shutil.copytree(request.getfixturevalue(name), tmp_path / name))
+    return base, saved(name, base, tmp_path / "adapters")
 
 
+of_both_kinds = pytest.mark.parametrize("both", KINDS, indirect=True)
+
+
+@of_both_kinds
 def test_it_runs_as_the_library_loads_it(both: tuple[Path, Path], inputs: Path, tmp_path: Path) -> None:
     """With the tokenizer of the model."""
     base, folder = both
@@ -63,7 +62,7 @@ def test_it_runs_as_the_library_loads_it(both: tuple[Path, Path], inputs: Path, 
         generate_dataset(model, inputs, tmp_path / "out.jsonl", overwrite=True, **options)
         lines[model] = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert lines[base] != lines[folder]
-    tokenizer, model = AutoTokenizer.from_pretrained(base), KINDS[base.name][0].from_pretrained(folder)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(base), KINDS[base.name][0].from_pretrained(folder)
     for line, text in zip(lines[folder][:5], inputs.read_text().splitlines(), strict=False):
         ids = tokenizer(text, return_tensors="pt").input_ids
         made = model.generate(ids, max_new_tokens=8)[0, 0 if model.config.is_encoder_decoder else ids.shape[1] :]
@@ -78,7 +77,7 @@ def test_a_line_says_where_they_are(both: tuple[Path, Path], capsys: pytest.Capt
 def test_a_tokenizer_beside_the_adapters(both: tuple[Path, Path]) -> None:
     """Training may have added tokens."""
     base, folder = both
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.bos_token = "god"
     tokenizer.save_pretrained(folder)
     assert load(settings(folder, quiet=True)).tokenizer.bos_token == "god"
@@ -151,6 +150,7 @@ def test_without_peft(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) 
         load(settings(both[1]))
 
 
+@of_both_kinds
 def test_a_run_is_not_resumed_with_other_adapters(both: tuple[Path, Path]) -> None:
     """The same weights count for more with another `lora_alpha`."""
     found = []
@@ -197,7 +197,7 @@ def test_vectors_are_made_as_the_model_makes_them(tmp_path: Path) -> None:
     pooling = {"pooling_mode": "cls"}
     tiny.sentence_files(base, ("Pooling", pooling), ("Normalize", {}), prompts={"prompts": {"query": "q: "}})
     config = peft.LoraConfig(r=4, target_modules=["query"], task_type="FEATURE_EXTRACTION", init_lora_weights=False)
-    peft.get_peft_model(AutoModel.from_pretrained(base), config).save_pretrained(tmp_path / "adapters")
+    peft.get_peft_model(transformers.AutoModel.from_pretrained(base), config).save_pretrained(tmp_path / "adapters")
     options = EmbedOptions(str(tmp_path / "adapters"), "-", "-", device="cpu", quiet=True)
     modules = load_embedder(options).modules
     assert modules.pooling == ("cls",) and [step.about["type"] for step in modules.steps] == ["Normalize"]
@@ -215,7 +215,7 @@ def test_a_head_that_is_with_the_adapters(kind: str, labels: int, tmp_path: Path
     base, folder = tmp_path / kind, tmp_path / "adapters"
     getattr(tiny, kind)(base)
     torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
     layers = {"bert": ["query"], "gpt2": ["c_attn"]}[kind]
     config = peft.LoraConfig(r=4, target_modules=layers, task_type="SEQ_CLS", init_lora_weights=False)
     peft.get_peft_model(model, config).save_pretrained(folder)
@@ -224,7 +224,7 @@ def test_a_head_that_is_with_the_adapters(kind: str, labels: int, tmp_path: Path
     options = {"device": "cpu", "quiet": True, "top_k": labels, "scores": "raw"}
     classify_dataset(folder, tmp_path / "in.txt", tmp_path / "out.jsonl", **options)
     librarys = peft.AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=labels).eval()
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     for text, line in zip(texts, (tmp_path / "out.jsonl").read_text().splitlines(), strict=True):
         found = json.loads(line)
         with torch.no_grad():
@@ -240,7 +240,7 @@ def test_half_a_head_with_the_adapters(tmp_path: Path) -> None:
     from fastgen.pipeline.encoding import classify_dataset
 
     base, folder = tiny.bart(tmp_path / "bart"), tmp_path / "adapters"
-    model = AutoModelForSequenceClassification.from_pretrained(base)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(base)
     options = {"modules_to_save": ["classification_head.out_proj"], "task_type": "SEQ_CLS"}
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **options)).save_pretrained(folder)
     (tmp_path / "in.txt").write_text("a\n")
@@ -320,6 +320,7 @@ def test_quantising_refuses_them(both: tuple[Path, Path], tmp_path: Path) -> Non
         quantize_model(QuantizeOptions(str(both[1]), str(tmp_path / "out"), method="rtn"))
 
 
+@of_both_kinds
 def test_a_server_reads_them(both: tuple[Path, Path]) -> None:
     """The files of the model count for a cache, too."""
     pytest.importorskip("fastgen_serve.workers.loading")

@@ -20,16 +20,9 @@ OPTIONS: dict[str, Any] = {"quiet": True, "device": "cpu", "batch_size": 4}
 SHORT = {"max_new_tokens": 4, "num_beams": 2}
 # What a table may hold that a line of text cannot.
 STRANGE = [
-    'a "quoted" word',
-    "two\nlines",
-    "a,comma",
-    "a\ttab",
-    "",
-    "both\r\nends",
-    "a return\rwithin",
-    " spaces ",
+    'a "quoted" word', "two\nlines", "a,comma", "a\ttab", "", "both\r\nends", "a return\rwithin", " spaces ",
     "日本語 🙂",
-]
+]  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }} {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}a{% endif %}"
@@ -110,21 +103,14 @@ def test_types_of_kept_columns_in_parquet(bart: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(layouts, "_PARQUET_ROWS", 2)
     typed: dict[str, list[Any]] = {
-        "whole": [1, 2, None, 4, 5],
-        "wide": [2**60 + 1, 1, 3, None, 5],
-        "broken": [1, 2.5, None, 0.25, 3],
-        "flag": [True, None, False, True, True],
-        "nested": [{"a": [1]}, {"a": []}, None, {"a": [2, 3]}, {"a": [4]}],
-    }
+        "whole": [1, 2, None, 4, 5], "wide": [2**60 + 1, 1, 3, None, 5], "broken": [1, 2.5, None, 0.25, 3],
+        "flag": [True, None, False, True, True], "nested": [{"a": [1]}, {"a": []}, None, {"a": [2, 3]}, {"a": [4]}],
+    }  # fmt: skip
     textual: dict[str, list[Any]] = {
-        "large": [2**70, 1, None, 2, 3],
-        "nothing": [None] * 5,
-        "empty": [{}, {}, {}, {}, {}],
-        "within": [{"k": {}}, None, {"k": {}}, None, None],
-        "list": [[{}], [], None, [{}], []],
-        "before": [2**60 + 1, 1, 0.5, None, 1],
-        "after": [0.5, 1, 2**60 + 1, None, 1],
-    }
+        "large": [2**70, 1, None, 2, 3], "nothing": [None] * 5, "empty": [{}, {}, {}, {}, {}],
+        "within": [{"k": {}}, None, {"k": {}}, None, None], "list": [[{}], [], None, [{}], []],
+        "before": [2**60 + 1, 1, 0.5, None, 1], "after": [0.5, 1, 2**60 + 1, None, 1],
+    }  # fmt: skip
     columns = typed | textual | {"mixed": ["x", 1, None, [2], {"b": 3}], "unknown": [1, 2.5, None, float("nan"), 3]}
     source, target = tmp_path / "in.jsonl", tmp_path / "out.parquet"
     rows = [{"article": text, **{k: v[n] for k, v in columns.items()}} for n, text in enumerate(tiny.sentences(5))]

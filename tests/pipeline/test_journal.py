@@ -20,12 +20,9 @@ BAD = Record(1, 2, 1, problem=Problem("empty", "the text is empty")).error()
 
 def result(position):
     return {
-        "position": position,
-        "line": position + 1,
-        "id": position,
-        "text": f"text {position} \ud800 雪",
+        "position": position, "line": position + 1, "id": position, "text": f"text {position} \ud800 雪",
         "output_tokens": [1],
-    }
+    }  # fmt: skip
 
 
 def begin(journal):

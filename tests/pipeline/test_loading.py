@@ -29,9 +29,9 @@ def settings(model: Path, **options: object) -> RunOptions:
     return RunOptions(model=str(model), input="-", output="out.txt", device="cpu", **options)
 
 
-@pytest.fixture(params=["bart", "gpt2"])
-def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(request.getfixturevalue(request.param), tmp_path / "model"))
+@pytest.fixture
+def copied(bart: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bart, tmp_path / "model"))
 
 
 NO_TOKENIZER = r"^model \S+ has no tokenizer: its files, .* are missing"

@@ -19,13 +19,10 @@ def corpora():
     noise = random.Random(3)
     near = [" ".join(word for word in text.split() if noise.random() < 0.8) for text in references]
     return {
-        "near": (near, references),
-        "same": (references, references),
-        "nothing": ([""] * len(references), references),
-        "no match": (["xyz"] * len(references), references),
-        "some empty": ([""] + near[1:], [*references[:-1], ""]),
+        "near": (near, references), "same": (references, references), "nothing": ([""] * len(references), references),
+        "no match": (["xyz"] * len(references), references), "some empty": ([""] + near[1:], [*references[:-1], ""]),
         "unicode": (["Ein Haus – schön!", "雪が降る。"], ["Ein schönes Haus!", "雪が降った。"]),
-    }
+    }  # fmt: skip
 
 
 def scores(outputs, references):

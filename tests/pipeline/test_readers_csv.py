@@ -44,12 +44,10 @@ def test_a_csv_cell_has_a_limit_so_that_an_open_quote_does_not_fill_the_memory(t
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ("text,id,text\n", "column 'text' twice"),
-        ('id,"text\n1,one\n', "line 1: a quote is not closed"),
-        ("\n", "no header line"),
-        ("", "no header line"),
+        ("text,id,text\n", "column 'text' twice"), ('id,"text\n1,one\n', "line 1: a quote is not closed"),
+        ("\n", "no header line"), ("", "no header line"),
     ],
-)
+)  # fmt: skip
 def test_a_header_that_names_no_columns_or_one_twice(tmp_path, header, message):
     path = tmp_path / "in.csv"
     path.write_text(header)

@@ -52,12 +52,12 @@ SAMPLED = {"do_sample": True, "max_new_tokens": 12}
 GENERATES = (generate_dataset, load, RunOptions, "jsonl")
 EMBEDS = (embed_dataset, load_embedder, EmbedOptions)
 RUNS = {
-    "beams": Run("bart", *GENERATES, {"generation": BEAMS, "workers": 0, "token_ids": True}, 100, 3),
-    "samples": Run("gpt2", *GENERATES, {"generation": SAMPLED, "workers": 0, "token_ids": True}, 100, 2),
-    "slots": Run("gpt2", *GENERATES, {"generation": BEAMS, "workers": 0, "batching": "continuous"}, 100, 2),
-    "means": Run("bert", *EMBEDS, "npy", {"normalize": True, "pooling": "mean"}, 240, 4),
-    "last tokens": Run("bert", *EMBEDS, "parquet", {"pooling": "lasttoken"}, 240, 3),
-    "labels": Run("bert", classify_dataset, load_classifier, ClassifyOptions, "csv", {"top_k": 2}, 240, 3),
+    "beams": Run("bart", *GENERATES, {"generation": BEAMS, "workers": 0, "token_ids": True}, 80, 2),
+    "samples": Run("gpt2", *GENERATES, {"generation": SAMPLED, "workers": 0, "token_ids": True}, 80, 2),
+    "slots": Run("gpt2", *GENERATES, {"generation": BEAMS, "workers": 0, "batching": "continuous"}, 80, 2),
+    "means": Run("bert", *EMBEDS, "npy", {"normalize": True, "pooling": "mean"}, 160, 2),
+    "last tokens": Run("bert", *EMBEDS, "parquet", {"pooling": "lasttoken"}, 160, 2),
+    "labels": Run("bert", classify_dataset, load_classifier, ClassifyOptions, "csv", {"top_k": 2}, 160, 2),
 }  # fmt: skip
 
 

@@ -115,12 +115,10 @@ def test_resuming_with_other_settings_is_refused(bart, inputs, tmp_path):
         run(bart, inputs, tmp_path / "out.txt")
     for change, message in (
         ({"generation": BEAMS | {"num_beams": 3}}, "generation.num_beams was 2 and is now 3"),
-        ({"batch_size": 5}, "batch_size was 4 and is now 5"),
-        ({"prefix": "x"}, "prefix was"),
-        ({"limit": 5}, "limit was"),
-        ({"weight_dtype": "bf16"}, "weight_dtype"),
+        ({"batch_size": 5}, "batch_size was 4 and is now 5"), ({"prefix": "x"}, "prefix was"),
+        ({"limit": 5}, "limit was"), ({"weight_dtype": "bf16"}, "weight_dtype"),
         ({"input": tmp_path / "other.txt"}, "input"),
-    ):
+    ):  # fmt: skip
         (tmp_path / "other.txt").write_text("one\n")
         source = change.pop("input", inputs)
         with pytest.raises(SetupError, match=message):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 WORDS = (
     "in the beginning god created heaven and earth was without form void darkness upon face of deep spirit moved "
@@ -27,9 +33,6 @@ def tokenizer(encoder_decoder: bool):
 
 @functools.cache
 def _tokenizer(encoder_decoder: bool):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -42,7 +45,7 @@ def _tokenizer(encoder_decoder: bool):
         raw.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
         )
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
 
@@ -55,8 +58,6 @@ def saved(model, tokens, folder: Path) -> Path:
 
 def change_weights(folder: Path, change: Callable[[dict], object], file: str = "model.safetensors") -> None:
     """Has `change` change a dictionary of the weights in a file."""
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / file)
     change(weights)
     save_file(weights, folder / file, metadata={"format": "pt"})
@@ -64,9 +65,6 @@ def change_weights(folder: Path, change: Callable[[dict], object], file: str = "
 
 def bart(folder: Path, **changes) -> Path:
     """An encoder-decoder with 64 positions."""
-    import torch
-    from transformers import BartConfig, BartForConditionalGeneration
-
     tokens = tokenizer(encoder_decoder=True)
     torch.manual_seed(0)
     options = dict(
@@ -74,13 +72,13 @@ def bart(folder: Path, **changes) -> Path:
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
         bos_token_id=0, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, init_std=0.3,
     )  # fmt: skip
-    return saved(BartForConditionalGeneration(BartConfig(**(options | changes))), tokens, folder)
+    return saved(
+        transformers.BartForConditionalGeneration(transformers.BartConfig(**(options | changes))), tokens, folder
+    )
 
 
 def unilm(folder: Path, **changes) -> Path:
     """FastGen's own UniLM, with 64 positions for source and target."""
-    import torch
-
     from fastgen.models.unilm import UniLMConfig, UniLMForSeq2SeqLM
 
     tokens = tokenizer(encoder_decoder=True)
@@ -95,9 +93,6 @@ def unilm(folder: Path, **changes) -> Path:
 
 def gpt2(folder: Path, **changes) -> Path:
     """A decoder-only model with 64 positions and no padding token."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     tokens = tokenizer(encoder_decoder=False)
     tokens.pad_token = None
     torch.manual_seed(1)
@@ -105,14 +100,11 @@ def gpt2(folder: Path, **changes) -> Path:
         vocab_size=len(tokens), n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=2,
         initializer_range=0.3,
     )  # fmt: skip
-    return saved(GPT2LMHeadModel(GPT2Config(**(options | changes))), tokens, folder)
+    return saved(transformers.GPT2LMHeadModel(transformers.GPT2Config(**(options | changes))), tokens, folder)
 
 
 def bert(folder: Path, labels: int = 0, **changes) -> Path:
     """A model that only encodes, with 64 positions; with labels it has a head that tells them apart."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification, BertModel
-
     tokens = tokenizer(encoder_decoder=True)
     tokens.model_max_length = 64
     torch.manual_seed(0)
@@ -122,14 +114,12 @@ def bert(folder: Path, labels: int = 0, **changes) -> Path:
     )  # fmt: skip
     if labels:
         options["id2label"] = {number: f"kind {number}" for number in range(labels)}
-    kind = BertForSequenceClassification if labels else BertModel
-    return saved(kind(BertConfig(**(options | changes))), tokens, folder)
+    kind = transformers.BertForSequenceClassification if labels else transformers.BertModel
+    return saved(kind(transformers.BertConfig(**(options | changes))), tokens, folder)
 
 
 def sentence_files(folder: Path, *modules: tuple[str, dict], settings: dict | None = None, prompts: dict | None = None):
     """The files of sentence-transformers: the types of the modules after the model, with their configurations."""
-    import json
-
     listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for number, (kind, config) in enumerate(modules, start=1):
         path = f"{number}_{kind}"
@@ -158,9 +148,6 @@ def pictures(folder: Path, name: str = "Llava", template: str = IMAGE_TEMPLATE, 
 
     Llava makes 4 tokens of an image.
     """
-    import torch
-    import transformers
-
     tokens = tokenizer(encoder_decoder=False)
     tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokens.chat_template = template
@@ -212,21 +199,10 @@ def pictures(folder: Path, name: str = "Llava", template: str = IMAGE_TEMPLATE, 
 
 def whisper(folder: Path, languages: tuple[str, ...] = ("en", "de", "fr"), **changes) -> Path:
     """A Whisper with its processor and windows of 2 seconds, of 20 tokens each; without languages for English alone."""
-    import json
-
-    import torch
-    from transformers import (
-        WhisperConfig,
-        WhisperFeatureExtractor,
-        WhisperForConditionalGeneration,
-        WhisperProcessor,
-        WhisperTokenizer,
-    )
-
     trained = json.loads(tokenizer(encoder_decoder=False).backend_tokenizer.to_str())["model"]
     words = [word for word in trained["vocab"] if word not in ("<s>", "<pad>", "</s>", "<unk>")]
     vocabulary = {word: number for number, word in enumerate([*words, "<|endoftext|>"])}
-    tokens = WhisperTokenizer(vocab=vocabulary, merges=[tuple(each) for each in trained["merges"]])
+    tokens = transformers.WhisperTokenizer(vocab=vocabulary, merges=[tuple(each) for each in trained["merges"]])
     names = [f"<|{each}|>" for each in languages]
     tasks = ["<|translate|>", "<|transcribe|>"] if languages else []
     others = ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
@@ -242,7 +218,7 @@ def whisper(folder: Path, languages: tuple[str, ...] = ("en", "de", "fr"), **cha
         pad_token_id=end, decoder_start_token_id=ids["<|startoftranscript|>"], suppress_tokens=None,
         begin_suppress_tokens=[end],
     )  # fmt: skip
-    model = WhisperForConditionalGeneration(WhisperConfig(**(options | changes)))
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**(options | changes)))
     generation = dict(
         max_length=20, return_timestamps=False, is_multilingual=bool(languages), max_initial_timestamp_index=50,
         prev_sot_token_id=ids["<|startofprev|>"], no_timestamps_token_id=ids["<|notimestamps|>"],
@@ -254,5 +230,5 @@ def whisper(folder: Path, languages: tuple[str, ...] = ("en", "de", "fr"), **cha
     model.generation_config._from_model_config = False
     for name, value in generation.items():
         setattr(model.generation_config, name, value)
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=2)
-    return saved(model, WhisperProcessor(extractor, tokens), folder)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
+    return saved(model, transformers.WhisperProcessor(extractor, tokens), folder)

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+import transformers
 
 import fastgen
 from fastgen_serve.jobs import Generate
@@ -61,8 +55,8 @@ def folders(under: Path) -> dict[str, str]:
 @cache
 def loaded(path: str) -> tuple[Any, Any]:
     """A model that generates, and its tokenizer."""
-    kind = AutoModelForSeq2SeqLM if "bart" in path else AutoModelForCausalLM
-    return kind.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    kind = transformers.AutoModelForSeq2SeqLM if "bart" in path else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(path).eval(), transformers.AutoTokenizer.from_pretrained(path)
 
 
 def generated(path: str, prompt: str | Sequence[int], seed: int | None = None, **options: Any) -> Any:
@@ -79,7 +73,7 @@ def generated(path: str, prompt: str | Sequence[int], seed: int | None = None, *
 
 
 def of_job(model: Any, job: Generate, **options: Any) -> list[tuple[tuple[int, ...], float | None]]:
-    """Tokens and scores that `generate` gives for a job alone, cut behind the prompt and before EOS."""
+    """The tokens and scores of `generate` for a job alone, cut after the prompt and before EOS."""
     with torch.random.fork_rng():
         torch.manual_seed(job.seed or 0)
         options = {**job.options, **options, "return_dict_in_generate": True, "output_scores": True}
@@ -92,9 +86,9 @@ def of_job(model: Any, job: Generate, **options: Any) -> list[tuple[tuple[int, .
 
 
 @cache
-def encoder(path: str, kind: Any = AutoModel) -> tuple[Any, Any]:
+def encoder(path: str, kind: Any = transformers.AutoModel) -> tuple[Any, Any]:
     """A model that encodes, and its tokenizer."""
-    return kind.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    return kind.from_pretrained(path).eval(), transformers.AutoTokenizer.from_pretrained(path)
 
 
 def encoded(path: str, *text: str | None) -> Any:
@@ -111,7 +105,8 @@ def states(path: str, text: str) -> Any:
 def logits(path: str, *text: str) -> Any:
     """The numbers of the labels of a text, or a pair of texts, alone, in float64."""
     with torch.no_grad():
-        return encoder(path, AutoModelForSequenceClassification)[0](**encoded(path, *text)).logits[0].double()
+        model, _ = encoder(path, transformers.AutoModelForSequenceClassification)
+        return model(**encoded(path, *text)).logits[0].double()
 
 
 def texts(path: str, prompt: str, **options: Any) -> list[str]:

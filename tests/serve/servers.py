@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,26 @@ def command(*words: str, planted: str = "", python: str | Path = sys.executable)
             process.send_signal(signal.SIGKILL)
         process.wait(WAIT)
         reader.join(WAIT)
+
+
+LONG = {"prompt": "in the beginning", "max_tokens": 400, "min_tokens": 400, "num_beams": 1, "temperature": 0}
+SHORT = {"prompt": "in the beginning", "max_tokens": 5, "num_beams": 1, "temperature": 0}
+
+
+def ask(server: Command, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT)
+
+
+def in_background(count: int, server: Command, **body: Any) -> list[Future[httpx.Response]]:
+    """The answers to requests that run meanwhile."""
+    pool = ThreadPoolExecutor(count)
+    return [pool.submit(ask, server, **body) for _ in range(count)]
+
+
+def running(server: Command) -> int:
+    """Sequences that wait or run."""
+    found = re.findall(r"^fastgen_in_flight\{.*\} (\d+)", httpx.get(f"{server.url}/metrics", timeout=WAIT).text, re.M)
+    return sum(map(int, found))
 
 
 def until(condition: Any, every: float = 0.02) -> None:

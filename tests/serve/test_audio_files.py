@@ -43,15 +43,11 @@ def test_a_file_that_is_no_recording(name: str) -> None:
 
 
 SAID = {
-    "no sound": "cannot be read: send a whole one of WAV, FLAC, OGG, MP3",
-    "wav cut": "ends too early",
-    "wav of 10 hours": "ends too early",
-    "flac of 10 hours": "longer than 20 s",
-    "no samples": "has 0 s",
+    "no sound": "cannot be read: send a whole one of WAV, FLAC, OGG, MP3", "wav cut": "ends too early",
+    "wav of 10 hours": "ends too early", "flac of 10 hours": "longer than 20 s", "no samples": "has 0 s",
     "192 kHz": "192000 samples a second: this server takes 4000 to 96000",
-    "32 channels": "32 channels: this server takes 8",
-    "no numbers": "no numbers, or far too large",
-}
+    "32 channels": "32 channels: this server takes 8", "no numbers": "no numbers, or far too large",
+}  # fmt: skip
 
 
 def test_damaged_files_never_end_the_process() -> None:

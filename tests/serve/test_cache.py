@@ -63,15 +63,11 @@ async def test_another_model_has_other_responses() -> None:
 @pytest.mark.parametrize(
     ("options", "seed", "samples", "is_kept"),
     [
-        ({}, None, False, True),
-        ({}, None, True, False),
-        ({"do_sample": None}, None, True, False),
-        ({"do_sample": True}, None, False, False),
-        ({"do_sample": True}, 7, False, True),
-        ({"do_sample": False}, None, True, True),
-        ({}, 7, True, True),
+        ({}, None, False, True), ({}, None, True, False), ({"do_sample": None}, None, True, False),
+        ({"do_sample": True}, None, False, False), ({"do_sample": True}, 7, False, True),
+        ({"do_sample": False}, None, True, True), ({}, 7, True, True),
     ],
-)
+)  # fmt: skip
 async def test_only_what_is_determined_is_kept(
     options: dict[str, Any], seed: int | None, samples: bool, is_kept: bool
 ) -> None:

@@ -43,10 +43,8 @@ def test_what_is_not_known_may_be_null(http: httpx.Client, path: str, body: dict
     without, answer = (http.post(path, json=each).json() for each in (body, {**body, "input_type": None}))
     assert answer.keys() == without.keys() and answer.get("usage") == without.get("usage")
     assert refusal(http.post(path, json={**body, "input_type": "query"})) == (
-        400,
-        "input_type",
-        "input_type: is not known here: leave it out",
-    )
+        400, "input_type", "input_type: is not known here: leave it out",
+    )  # fmt: skip
 
 
 def test_a_call_of_the_old_kind_is_named_where_the_message_has_no_content(http: httpx.Client) -> None:

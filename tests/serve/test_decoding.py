@@ -79,22 +79,17 @@ def test_options(defaults: dict[str, Any], fields: dict[str, Any], options: dict
 @pytest.mark.parametrize(
     ("defaults", "fields", "param"),
     [
-        (PLAIN, {"n": 2, "temperature": 0}, "n"),
-        (PLAIN, {"n": 2, "do_sample": False}, "n"),
-        (PLAIN, {"n": 2, "num_return_sequences": 3}, "num_return_sequences"),
-        (PLAIN, {"n": 3, "num_beams": 2}, "n"),
-        (PLAIN, {"n": 3, "best_of": 2}, "best_of"),
-        (PLAIN, {"num_beams": 4, "best_of": 5}, "best_of"),
-        (PLAIN, {"num_beams": 2, "temperature": 0.7}, "temperature"),
-        (PLAIN, {"num_beams": 2, "top_k": 10}, "top_k"),
+        (PLAIN, {"n": 2, "temperature": 0}, "n"), (PLAIN, {"n": 2, "do_sample": False}, "n"),
+        (PLAIN, {"n": 2, "num_return_sequences": 3}, "num_return_sequences"), (PLAIN, {"n": 3, "num_beams": 2}, "n"),
+        (PLAIN, {"n": 3, "best_of": 2}, "best_of"), (PLAIN, {"num_beams": 4, "best_of": 5}, "best_of"),
+        (PLAIN, {"num_beams": 2, "temperature": 0.7}, "temperature"), (PLAIN, {"num_beams": 2, "top_k": 10}, "top_k"),
         (PLAIN, {"do_sample": True, "temperature": 0}, "temperature"),
         (PLAIN, {"do_sample": False, "temperature": 0.5}, "temperature"),
-        (PLAIN, {"do_sample": False, "min_p": 0.5}, "min_p"),
-        (PLAIN, {"length_penalty": 2.0}, "length_penalty"),
+        (PLAIN, {"do_sample": False, "min_p": 0.5}, "min_p"), (PLAIN, {"length_penalty": 2.0}, "length_penalty"),
         (BEAMS, {"temperature": 0, "early_stopping": True}, "early_stopping"),
         (PLAIN, {"encoder_no_repeat_ngram_size": 3}, "encoder_no_repeat_ngram_size"),
     ],
-)
+)  # fmt: skip
 def test_contradictions(defaults: dict[str, Any], fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         asked(defaults, **fields)

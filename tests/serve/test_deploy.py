@@ -96,7 +96,7 @@ def test_an_image_is_not_built_from_what_git_ignores() -> None:
 
 
 def instructions(name: str) -> list[str]:
-    """What stands behind an instruction of the container file, each time."""
+    """What follows an instruction of the container file, each time."""
     lines = "\n".join(line for line in IMAGE.splitlines() if not line.startswith("#")).replace("\\\n", " ").splitlines()
     return [line.removeprefix(name).strip() for line in lines if line.startswith(f"{name} ")]
 

@@ -18,7 +18,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def expected(tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities, [tokens - 1, vocabulary], of what comes behind each token but the last."""
+    """Log-probabilities, [tokens - 1, vocabulary], of what follows each token but the last."""
     with torch.inference_mode():
         return torch.log_softmax(checkpoints.loaded(GPT2)[0](torch.tensor([tokens])).logits[0, :-1], dim=-1)
 
@@ -50,7 +50,7 @@ def test_log_probabilities_are_those_of_a_forward_pass(client: OpenAI, max_token
 
 
 def test_the_chosen_of_a_question_is_the_likeliest(client: OpenAI) -> None:
-    """How an evaluation with multiple choices scores: the sum over the tokens of an ending, behind a context."""
+    """How an evaluation with multiple choices scores: the sum over the tokens of an ending, after a context."""
     context, endings = tokens_of(PROMPT), [tokens_of(OTHER)[:3], tokens_of(PROMPT)[:2]]
     prompts = [context + ending for ending in endings]
     answer = complete(client, prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234)

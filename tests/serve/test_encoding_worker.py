@@ -101,14 +101,11 @@ def test_labels_are_those_of_each_text_alone(classifier: Path, labels: EncodingW
 
 
 REFUSED = [
-    (Encode((), "vector"), "no tokens"),
-    (Encode((3,) * 49, "vector"), "takes 48"),
-    (Encode((3, 100_000), "vector"), "not one of the model's"),
-    (Encode((3, -1), "vector"), "not one of the model's"),
-    (Encode((3,), "labels"), "makes vector"),
-    (Encode((3, 4), "vector", (0,)), "token types"),
+    (Encode((), "vector"), "no tokens"), (Encode((3,) * 49, "vector"), "takes 48"),
+    (Encode((3, 100_000), "vector"), "not one of the model's"), (Encode((3, -1), "vector"), "not one of the model's"),
+    (Encode((3,), "labels"), "makes vector"), (Encode((3, 4), "vector", (0,)), "token types"),
     (Encode((3, 4), "vector", (0, 2)), "token types"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("job", "message"), REFUSED)

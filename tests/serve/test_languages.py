@@ -18,21 +18,11 @@ M2M100 = tokenization_m2m_100.FAIRSEQ_LANGUAGE_CODES["m2m100"]
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("de", "de"),
-        ("DEU", "de"),
-        ("ger", "de"),
-        ("de_DE", "de-DE"),
-        ("zh_CN", "zh-Hans"),
-        ("cmn_Hant", "zh-Hant"),
-        ("zt", "zh-Hant"),
-        ("pb", "pt-BR"),
-        ("pt-br", "pt-BR"),
-        ("haw", "haw"),
-        ("", None),
-        ("english", None),
+        ("de", "de"), ("DEU", "de"), ("ger", "de"), ("de_DE", "de-DE"), ("zh_CN", "zh-Hans"), ("cmn_Hant", "zh-Hant"),
+        ("zt", "zh-Hant"), ("pb", "pt-BR"), ("pt-br", "pt-BR"), ("haw", "haw"), ("", None), ("english", None),
         ("../x", None),
     ],
-)
+)  # fmt: skip
 def test_codes_have_one_form(code, expected):
     assert languages.standard(code) == expected
 
@@ -40,13 +30,9 @@ def test_codes_have_one_form(code, expected):
 def test_models_languages_are_named_by_the_shortest_code():
     found = languages.shortest(["eng_Latn", "deu_Latn", "zho_Hans", "zho_Hant", "ace_Arab", "ace_Latn", "<mask>"])
     assert found == {
-        "en": "eng_Latn",
-        "de": "deu_Latn",
-        "zh-Hans": "zho_Hans",
-        "zh-Hant": "zho_Hant",
-        "ace-Arab": "ace_Arab",
+        "en": "eng_Latn", "de": "deu_Latn", "zh-Hans": "zho_Hans", "zh-Hant": "zho_Hant", "ace-Arab": "ace_Arab",
         "ace-Latn": "ace_Latn",
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("codes", [NLLB, M2M100, MBART], ids=["nllb", "m2m100", "mbart50"])
@@ -60,16 +46,11 @@ def test_each_language_of_a_model_has_a_code_and_a_name(codes):
 @pytest.mark.parametrize(
     ("code", "served", "expected"),
     [
-        ("zh", ["en", "zh-Hans", "zh-Hant"], "zh-Hans"),
-        ("zh-TW", ["zh-Hans", "zh-Hant"], "zh-Hant"),
-        ("zh-Hans", ["zh"], "zh"),
-        ("de-AT", ["de"], "de"),
-        ("pt", ["pt-BR"], "pt-BR"),
-        ("no", ["nb"], "nb"),
-        ("fr", ["de"], None),
-        ("x" * 50, ["de"], None),
+        ("zh", ["en", "zh-Hans", "zh-Hant"], "zh-Hans"), ("zh-TW", ["zh-Hans", "zh-Hant"], "zh-Hant"),
+        ("zh-Hans", ["zh"], "zh"), ("de-AT", ["de"], "de"), ("pt", ["pt-BR"], "pt-BR"), ("no", ["nb"], "nb"),
+        ("fr", ["de"], None), ("x" * 50, ["de"], None),
     ],
-)
+)  # fmt: skip
 def test_clients_find_what_they_mean(code, served, expected):
     assert languages.find(code, served) == expected
 

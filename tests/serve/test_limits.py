@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ValidationError
+from starlette.responses import JSONResponse
 
 from fastgen_serve import guard, limits
 from fastgen_serve.api.libretranslate import TranslateRequest as Translation
@@ -36,14 +37,26 @@ USER = {"role": "user", "content": "a"}
 # ---- requests
 
 
+def refused(admission: Admission) -> int | None:
+    """Returns the seconds after which a refused client is told to come again."""
+    with pytest.raises(Busy) as error:
+        admission.enter()
+    return error.value.retry_after
+
+
+def replaced(admission: Admission, clock: Clock, *seconds: float) -> None:
+    """Has a request leave and another one enter, each time after so many seconds."""
+    for each in seconds:
+        clock.now += each
+        admission.leave()
+        admission.enter()
+
+
 def test_so_many_wait_and_no_more() -> None:
     admission = Admission(slots=4, most=2)
     for _ in range(6):
         admission.enter()
-    assert admission.waiting == 2
-    with pytest.raises(Busy) as refused:
-        admission.enter()
-    assert refused.value.retry_after == 1  # nothing is known yet
+    assert admission.waiting == 2 and refused(admission) == 1, "nothing is known yet"
     admission.leave()
     admission.enter()
 
@@ -51,8 +64,7 @@ def test_so_many_wait_and_no_more() -> None:
 def test_who_finds_nobody_runs_whatever_it_asks_for() -> None:
     admission = Admission(slots=4, most=0)
     admission.enter(100)
-    with pytest.raises(Busy):
-        admission.enter()
+    refused(admission)
     admission.leave(100)
     admission.enter(4)
 
@@ -60,15 +72,9 @@ def test_who_finds_nobody_runs_whatever_it_asks_for() -> None:
 def test_a_client_is_told_when_to_come_again_by_how_fast_others_leave() -> None:
     clock = Clock()
     admission = Admission(slots=1, most=10, now=clock)
-    for _ in range(11):
-        admission.enter()
-    for _ in range(10):  # one every two seconds
-        clock.now += 2
-        admission.leave()
-        admission.enter()
-    with pytest.raises(Busy) as refused:
-        admission.enter()
-    assert refused.value.retry_after == 22  # eleven that wait
+    admission.enter(11)
+    replaced(admission, clock, *[2.0] * 10)
+    assert refused(admission) == 22  # eleven that wait
 
 
 def test_how_fast_it_goes_is_what_it_is_when_all_slots_are_taken() -> None:
@@ -97,8 +103,7 @@ def test_who_is_prepared_waits_and_says_nothing_of_how_fast_others_leave() -> No
     for _ in range(3):
         with admission.reserve(2):
             assert admission.rows == 2
-            with pytest.raises(Busy):
-                admission.enter()
+            refused(admission)
             clock.now += 1
     assert (admission.rows, admission.wait()) == (0, None)
 
@@ -106,30 +111,19 @@ def test_who_is_prepared_waits_and_says_nothing_of_how_fast_others_leave() -> No
 def test_with_a_budget_nobody_waits_who_would_not_be_answered_in_time() -> None:
     clock = Clock()
     admission = Admission(slots=1, most=100, budget=6.0, now=clock)
-    admission.enter()
-    for _ in range(10):  # one a second
+    admission.enter(2)
+    replaced(admission, clock, *[1.0] * 10)
+    for _ in range(4):
         admission.enter()
-        clock.now += 1
-        admission.leave()
-    let_in = 0
-    with pytest.raises(Busy):
-        while True:
-            admission.enter()
-            let_in += 1
-    assert let_in == 5  # the one that runs, and five behind it, are answered in six seconds
+    refused(admission)  # the one that runs, and five after it, are answered in six seconds
 
 
 def test_a_budget_refuses_nobody_for_whom_there_are_slots() -> None:
     clock = Clock()
     admission = Admission(slots=4, most=100, budget=3.0, now=clock)
     admission.enter(4)
-    for _ in range(4):  # one a second: whoever runs beside three others takes four
-        clock.now += 1
-        admission.leave()
-        admission.enter()
-    with pytest.raises(Busy) as refused:
-        admission.enter()
-    assert refused.value.retry_after == 1
+    replaced(admission, clock, *[1.0] * 4)  # whoever runs beside three others takes four
+    assert refused(admission) == 1
     admission.leave()
     admission.enter()
 
@@ -143,14 +137,10 @@ def test_a_budget_without_slots() -> None:
     admission.batch_all()
     admission.enter(4)
     for _ in range(4):  # two a second
-        clock.now += 20
         admission.note(0.5)
-        admission.leave()
-        admission.enter()
+        replaced(admission, clock, 20)
     admission.enter(2)
-    with pytest.raises(Busy) as refused:
-        admission.enter()
-    assert refused.value.retry_after == 3
+    assert refused(admission) == 3
 
 
 def test_a_request_asks_for_no_more_than_there_is() -> None:
@@ -272,7 +262,7 @@ def test_a_client_that_leaves_ends_what_runs_for_it(url: str, probe: Probe) -> N
 def short(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests have no time beyond what they may take, which is little."""
     monkeypatch.setattr(guard, "_GRACE", 0.0)
-    monkeypatch.setitem(vars(SETTINGS), "request_timeout_s", 0.3)
+    monkeypatch.setitem(vars(SETTINGS), "request_timeout_s", 0.1)
 
 
 @pytest.mark.usefixtures("short")
@@ -280,7 +270,7 @@ def test_a_body_that_never_comes_is_not_waited_for(url: str, probe: Probe) -> No
     with connected(url) as client:
         client.sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
         assert client.recv(100).startswith(b"HTTP/1.1 504")
-    assert httpx.post(f"{url}/wait", content=b"{}").json()["error"]["message"] == "the request took longer than 0.3 s"
+    assert httpx.post(f"{url}/wait", content=b"{}").json()["error"]["message"] == "the request took longer than 0.1 s"
 
 
 @pytest.mark.usefixtures("short")
@@ -320,7 +310,7 @@ def test_a_request_has_an_id_and_a_line_in_the_log_without_its_text(url: str, ca
     assert len(made) == 32
     httpx.get(f"{url}/health?text=private", headers={"X-Request-Id": "mine-2"})
     httpx.get(f"{url}/private", headers={"X-Request-Id": "mine-3"})
-    until(lambda: len(caplog.records) == 4)  # a line is written behind its answer
+    until(lambda: len(caplog.records) == 4)  # a line is written after its answer
     lines: list[dict[str, Any]] = [json.loads(record.getMessage()) for record in caplog.records]
     assert [line["id"] for line in lines] == ["mine-1", made, "mine-2", "mine-3"]
     assert [(line["path"], line["status"]) for line in lines[2:]] == [("/health", 200), ("unknown", 404)]
@@ -410,19 +400,28 @@ def test_texts_are_characters() -> None:
             ResponseRequest.model_validate(body)
 
 
-def test_what_a_refused_client_is_sending_is_read_before_the_response() -> None:
-    """A connection that is closed with bytes unread is reset, and the response may be lost."""
-    app = create_app(ServeSettings(models=[("none", "none")], max_body_bytes=10), models=Models([]))
-    left, said = [b"a" * 10] * 3, list[tuple[int, int]]()
+async def test_a_body_stays_with_the_client_until_it_is_wanted() -> None:
+    """Beyond a few parts. The body of a refused request is read to its end before the response: a connection that is
+    closed with bytes unread is reset, and the response may be lost.
+    """
+    left, seen = [b"a" * 10] * 30, list[int]()
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+        left.pop()
+        return {"type": "http.request", "body": b"a" * 10, "more_body": bool(left)}
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.05)
+        seen.append(len(left))
+        await receive()
+        await asyncio.sleep(0.05)
+        seen.append(len(left))
+        raise Busy("enough")
 
     async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            said.append((message["status"], len(left)))
+        seen.append(len(left))
 
-    headers = [(b"content-length", b"30"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-    asyncio.run(app({**scope, "http_version": "1.1", "scheme": "http", "server": ("a", 80)}, receive, send))
-    assert said == [(413, 0)]
+    refuse = lambda path, error: JSONResponse({}, error.status)  # noqa: E731
+    made = guard.Guard(wait, ServeSettings(), str, lambda path: False, lambda path: 1000, refuse, guard.Traffic())
+    await made({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
+    assert seen == [25, 24, 0, 0], "four wait, and one that there was no room for"

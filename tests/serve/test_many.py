@@ -1,10 +1,12 @@
-"""Many requests from many clients: some leave, some are malformed, a model's process is killed. All others are right.
+"""`fastgen-serve` with two models, as a process: what it says, and requests from many clients, until it is stopped.
 
-`make test` runs some, `make test-long` thousands, and the loop that watches the memory.
+Some clients leave, some requests are malformed, a model's process is killed: all others are right. `make test` runs
+some requests, `make test-long` thousands, and the loop that watches the memory.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
@@ -23,9 +25,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
 from tests.equivalence.check import in_threads
+from tests.serve import servers
 from tests.serve.checkpoints import texts
-from tests.serve.servers import BART, GPT2, WAIT, Command, command, until
-from tests.serve.test_command import process_of
+from tests.serve.servers import BART, GPT2, LONG, SHORT, WAIT, Command, ask, command, running, until
 
 CLIENTS = 32
 FOLDERS = {"kjv-gpt2": GPT2, "kjv-bart": BART}
@@ -58,10 +60,57 @@ def known(enabled: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(known: None) -> Iterator[Command]:
+def served(enabled: None) -> Iterator[Command]:
     with command(*FOLDERS.values(), "--slots", "32", "--max-waiting", "64", "--no-warm-up") as made:
         made.wait_until_ready()
         yield made
+
+
+def process_of(server: Command, name: str) -> int:
+    """The process of a model: that of the two which decodes when it is asked to."""
+    every = psutil.Process(server.process.pid).children()
+    children = [each for each in every if "spawn_main" in " ".join(each.cmdline())]
+    assert len(children) == len(FOLDERS), "each model has a process of its own"
+    before = {child.pid: sum(child.cpu_times()[:2]) for child in children}
+    ask(server, model=name, **LONG)
+    return max(children, key=lambda child: sum(child.cpu_times()[:2]) - before[child.pid]).pid
+
+
+def test_it_says_where_it_is_and_how_its_models_are_loaded(served: Command) -> None:
+    said = "\n".join(served.lines)
+    assert re.search(r"^fastgen-serve: http://127\.0\.0\.1:\d+ \(models are loading\)$", said, re.M)
+    for name in ("kjv-gpt2", "kjv-bart"):
+        assert re.search(rf"^fastgen-serve: {name}: ready", said, re.M)
+    assert "Traceback" not in said and "Warning" not in said
+
+
+def test_a_client_that_leaves_leaves_no_slot(served: Command) -> None:
+    """Whether its request runs or waits, and streams or not."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    clients = [servers.connected(served.url) for _ in range(40)]
+    for number, client in enumerate(clients):
+        body = json.dumps({**LONG, "model": "kjv-gpt2", "stream": bool(number % 2)})
+        client.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
+    until(lambda: running(served) == 40)
+    for client in clients:
+        client.close()
+    until(lambda: running(served) == 0)
+    until(lambda: 'fastgen_engine_busy{model="kjv-gpt2"} 0.0' in httpx.get(f"{served.url}/metrics").text)
+    assert ask(served, **SHORT).status_code == 200
+
+
+def test_headers_without_end_are_refused(served: Command) -> None:
+    """No key, no body and no queue is looked at before they are complete."""
+    with servers.connected(served.url) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nX-Long: ")
+        with pytest.raises(OSError):
+            for _ in range(200):
+                client.sendall(b"a" * 2**17)
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 600}).encode()
+    pieces = (body[at : at + 1] for at in range(len(body)))  # each has some bytes around it
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{served.url}/v1/completions", content=pieces, headers=headers, timeout=WAIT)
+    assert answer.status_code == 200, answer.text
 
 
 def malformed(url: str, count: int) -> list[Any]:
@@ -142,6 +191,7 @@ def busy(url: str) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("known")
 def test_mixed_requests_get_what_generate_gives(served: Command) -> None:
     load = Load(served.url, 500, [])
     load.run()
@@ -150,12 +200,21 @@ def test_mixed_requests_get_what_generate_gives(served: Command) -> None:
     assert {status for _, status in load.statuses} <= {200, 429}
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.long)])
 def test_faults_stay_where_they_are(served: Command, count: int) -> None:
-    """Clients that leave, malformed requests, and the death of a model's process."""
+    """Clients that leave, malformed requests, and the death of a model's process, which is started again."""
     victim = psutil.Process(process_of(served, "kjv-gpt2"))
     bad = malformed(served.url, max(count // 20, 20))
-    load = Load(served.url, count, bad, lambda: victim.send_signal(signal.SIGKILL))
+
+    def kill() -> None:
+        victim.send_signal(signal.SIGKILL)
+        until(lambda: httpx.get(f"{served.url}/ready", timeout=WAIT).status_code == 503)
+        refused = ask(served, model="kjv-gpt2", **SHORT)
+        assert refused.status_code == 503 and "Retry-After" in refused.headers
+        until(lambda: ask(served, model="kjv-bart", **SHORT).status_code == 200)  # the other model goes on
+
+    load = Load(served.url, count, bad, kill)
     load.run()
     assert not load.wrong
     assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
@@ -166,13 +225,6 @@ def test_faults_stay_where_they_are(served: Command, count: int) -> None:
     until(lambda: httpx.get(f"{served.url}/ready").status_code == 200)
     until(lambda: busy(served.url) == 0)
     assert "Traceback" not in "\n".join(served.lines)
-
-
-def test_the_processes_of_a_server_that_is_killed_end(served: Command) -> None:
-    children = psutil.Process(served.process.pid).children(recursive=True)
-    assert children
-    served.process.kill()  # nothing behind this test has it
-    assert not psutil.wait_procs(children, WAIT)[1]
 
 
 @pytest.mark.long
@@ -187,7 +239,7 @@ def test_memory_does_not_grow() -> None:
         main = psutil.Process(server.process.pid)
 
         def resident() -> int:
-            time.sleep(5)  # the processes give back what is free behind a second without a job
+            time.sleep(5)  # the processes free unused memory after a second without a job
             return sum(each.memory_info().rss for each in (main, *main.children(recursive=True)))
 
         Load(server.url, 2_000, []).run()
@@ -202,3 +254,21 @@ def test_memory_does_not_grow() -> None:
         print(in_mib)
         assert max(sizes[4:]) < max(sizes[:4]) + 2**23, in_mib
         assert max(sizes) < before + 2**26, in_mib
+
+
+def test_a_server_that_is_told_to_stop_finishes_what_runs(served: Command) -> None:
+    """The last test of this server."""
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    answers = servers.in_background(3, served, **LONG)
+    until(lambda: running(served) == 3)
+    served.process.send_signal(signal.SIGTERM)
+    until(lambda: any("stopping" in line for line in served.lines))
+    try:
+        late = ask(served, **SHORT)
+        assert late.status_code == 503 and "Retry-After" in late.headers
+    except httpx.TransportError:  # it has stopped already
+        assert served.wait() == 0
+    assert [answer.result(WAIT).json()["usage"]["completion_tokens"] for answer in answers] == [400] * 3
+    assert served.wait() == 0
+    assert not psutil.wait_procs(children, WAIT)[1]
+    assert "Traceback" not in "\n".join(served.lines)

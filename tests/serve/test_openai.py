@@ -57,7 +57,7 @@ def test_a_prompt_goes_on(client: OpenAI) -> None:
     answer = complete(client, **GREEDY)
     options = {"num_beams": 1, "do_sample": False, "max_new_tokens": 12}
     assert answer.choices[0].text == texts(GPT2, PROMPT, **options)[0]
-    assert complete(client, prompt=OTHER, **GREEDY).choices[0].text.startswith(" "), "a word comes behind a word"
+    assert complete(client, prompt=OTHER, **GREEDY).choices[0].text.startswith(" "), "a word follows a word"
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 12
     assert complete(client, temperature=0).usage.completion_tokens == 16, "OpenAI's default"
 
@@ -150,16 +150,12 @@ def test_stop_tokens_and_eos(client: OpenAI) -> None:
 
 
 STREAMS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 1, "seed": 1, "n": 2},
-    {"num_beams": 3, "n": 2},
-    {"temperature": 0, "prompt": [PROMPT, OTHER]},
-    {"temperature": 0, "stop": ["the", "lord"]},
-    {"temperature": 0, "logprobs": 2},
-    {"num_beams": 3, "n": 2, "stop": ["the", "I"]},
+    {"temperature": 0}, {"temperature": 1, "seed": 1, "n": 2, "logprobs": 1}, {"num_beams": 3, "n": 2},
+    {"temperature": 0, "prompt": [PROMPT, OTHER]}, {"temperature": 0, "stop": ["the", "lord"]},
+    {"temperature": 0, "logprobs": 2}, {"num_beams": 3, "n": 2, "stop": ["the", "I"]},
     {"model": "bart", "prompt": SOURCE, "n": 2},
     {"model": "bart", "prompt": SOURCE, "stop": "unto", "include_stop_str_in_output": True},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", STREAMS, ids=str)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from fastgen_serve.api import openai as interface
 from fastgen_serve.errors import TimedOut
 from tests.serve import checkpoints
-from tests.serve.checkpoints import GREEDY, PROMPT, USER, chat, complete, texts
+from tests.serve.checkpoints import GREEDY, OTHER, PROMPT, USER, chat, complete, texts
 from tests.serve.servers import GPT2
 
 
@@ -111,22 +111,17 @@ def log_probabilities(tokens: list[int], prompt: list[int]) -> torch.Tensor:
 FREE = {**GREEDY, "no_repeat_ngram_size": 0, "return_token_ids": True}
 
 
-def test_logprobs_are_those_before_temperature(client: OpenAI) -> None:
-    drawn = {**FREE, "temperature": 0.5, "top_k": 5, "seed": 1, "logprobs": 2}
-    choice = complete(client, **drawn).choices[0]
-    expected = log_probabilities(choice.token_ids, checkpoints.loaded(GPT2)[1](PROMPT)["input_ids"])
-    of_tokens = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
-    assert choice.logprobs.token_logprobs == pytest.approx(of_tokens.tolist(), abs=1e-4)
-
-
 def test_logprobs_of_completions(client: OpenAI) -> None:
-    choice = complete(client, logprobs=3, **FREE).choices[0]
-    tokenizer = checkpoints.loaded(GPT2)[1]
-    expected = log_probabilities(choice.token_ids, tokenizer(PROMPT)["input_ids"])
-    of_tokens = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
-    assert choice.logprobs.token_logprobs == pytest.approx(of_tokens.tolist(), abs=1e-4)
-    for top, row in zip(choice.logprobs.top_logprobs, expected, strict=True):
-        assert sorted(top.values(), reverse=True) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    """They are the model's in float64, before temperature and top-k: those of each token and of the three likeliest."""
+    for drawn in ({"temperature": 0.5, "top_k": 5, "seed": 1, "n": 2, "prompt": [OTHER, PROMPT]}, {}):
+        for choice in complete(client, logprobs=3, **{**FREE, **drawn}).choices:
+            expected = log_probabilities(choice.token_ids, choice.prompt_token_ids)
+            of_tokens = expected.gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+            assert choice.logprobs.token_logprobs == pytest.approx(of_tokens.tolist(), abs=1e-4)
+            for token, top, row in zip(choice.token_ids, choice.logprobs.top_logprobs, expected, strict=True):
+                likeliest = row.topk(3).values.tolist()
+                assert sorted(top.values(), reverse=True)[:3] == pytest.approx(likeliest, abs=1e-4)
+                assert len(top) == 3 + (row[token] < likeliest[-1] - 1e-4)
     assert "".join(choice.logprobs.tokens) == choice.text
     begin = [len("".join(choice.logprobs.tokens[:count])) for count in range(12)]
     assert choice.logprobs.text_offset == begin

@@ -18,7 +18,7 @@ from fastgen_serve.api import page as page_api
 from fastgen_serve.app import create_app
 from fastgen_serve.jobs import ModelInfo
 from fastgen_serve.settings import ServeSettings
-from tests.browser import in_browser, resize, started
+from tests.browser import MISSING, in_browser, resize, started
 from tests.serve import servers
 
 TEXT = "fear not for i am with thee"
@@ -28,16 +28,15 @@ VERSE = "and god said let there be light and there was light and god saw the lig
 @pytest.fixture(scope="module")
 def settings() -> ServeSettings:
     return ServeSettings(
-        models=(("kjv-bart", servers.BART), ("kjv-gpt2", servers.GPT2)),
-        slots=8,
-        max_beams=6,
-        max_tokens=200,
+        models=(("kjv-bart", servers.BART), ("kjv-gpt2", servers.GPT2)), slots=8, max_beams=6, max_tokens=200,
         warm_up=False,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    if MISSING:
+        pytest.skip(in_browser.kwargs["reason"])
     with started() as driver:
         driver.set_script_timeout(servers.WAIT)
         yield driver
@@ -120,7 +119,6 @@ class Page:
         )
 
 
-@in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_first_view(browser, url, scheme):
     page = Page(browser, url, scheme=scheme)
@@ -133,7 +131,6 @@ def test_first_view(browser, url, scheme):
     assert not page.complaints() and not page.is_cut()
 
 
-@in_browser
 def test_the_n_best_are_side_by_side_with_their_scores(browser, url):
     page = Page(browser, url, height=720)
     page.write(text=VERSE, beams=4)
@@ -157,7 +154,6 @@ def test_the_n_best_are_side_by_side_with_their_scores(browser, url):
     assert not page.complaints() and not page.is_cut()
 
 
-@in_browser
 def test_tokens_come_as_they_are_certain(browser, url):
     page = Page(browser, url, height=720, scheme="dark")
     page.choose("model", "kjv-gpt2")
@@ -183,7 +179,6 @@ def test_tokens_come_as_they_are_certain(browser, url):
     assert not page.complaints()
 
 
-@in_browser
 def test_stopping_frees_the_slots(browser, url, models):
     page = Page(browser, url)
     page.choose("model", "kjv-gpt2")
@@ -197,7 +192,6 @@ def test_stopping_frees_the_slots(browser, url, models):
     assert page.of("run", "disabled") is False and page.of("stop", "disabled") is True
 
 
-@in_browser
 def test_errors_are_shown_and_go(browser, url):
     page = Page(browser, url)
     page.run(text=TEXT, least=50, most=20)
@@ -211,7 +205,6 @@ def test_errors_are_shown_and_go(browser, url):
     assert page.browser.execute_script("return document.getElementById('beams').validity.rangeOverflow")
 
 
-@in_browser
 def test_what_a_model_writes_is_text(browser, url):
     page = Page(browser, url)
     page.browser.execute_script(
@@ -228,7 +221,6 @@ def test_what_a_model_writes_is_text(browser, url):
     assert not page.find(".words img")
 
 
-@in_browser
 def test_languages_are_chosen_where_a_model_is_told_them(browser, url):
     page = Page(browser, url)
     assert page.of("languages", "hidden")
@@ -261,7 +253,6 @@ def test_languages_are_chosen_where_a_model_is_told_them(browser, url):
     assert (sent["src_lang"], sent["tgt_lang"], sent["model"]) == ("eng_Latn", "deu_Latn", "kjv-gpt2")
 
 
-@in_browser
 def test_the_keyboard_alone_is_enough(browser, url):
     page = Page(browser, url)
     tab, control, enter, up = "\ue004", "\ue009", "\ue007", "\ue013"
@@ -275,10 +266,7 @@ def test_the_keyboard_alone_is_enough(browser, url):
         if page.focused() == "most":
             page.press("16")
     assert order == ["beams", "results", "penalty", "least", "most", "run", order[-1]]
-    outline = page.browser.execute_script(
-        "document.getElementById('run').focus(); return getComputedStyle(document.getElementById('beams')).outlineStyle"
-    )
-    assert outline is not None
+    page.browser.execute_script("document.getElementById('run').focus()")
     page.press(enter)
     page.wait_until_done()
     assert len(page.results()) == int(page.of("beams", "value"))
@@ -289,7 +277,6 @@ def test_the_keyboard_alone_is_enough(browser, url):
     assert page.results()
 
 
-@in_browser
 def test_each_field_has_a_name_and_the_focus_is_seen(browser, url):
     page = Page(browser, url)
     for field in page.find("input, select, textarea, button"):
@@ -300,7 +287,6 @@ def test_each_field_has_a_name_and_the_focus_is_seen(browser, url):
     assert page.browser.execute_script(f"{style}.outlineWidth") == "2px"
 
 
-@in_browser
 @pytest.mark.parametrize("width", [360, 768])
 def test_narrow_windows(browser, url, width):
     page = Page(browser, url, width=width, height=740)
@@ -317,7 +303,6 @@ def test_narrow_windows(browser, url, width):
             assert not control.is_displayed() or control.rect["height"] >= 32
 
 
-@in_browser
 def test_a_key_is_asked_for_where_one_is_needed(browser, settings, models):
     locked = dataclasses.replace(settings, api_keys=("right",))
     with servers.in_thread(create_app(locked, servers.SharedModels(list(models)))) as url:
@@ -336,11 +321,8 @@ def test_a_key_is_asked_for_where_one_is_needed(browser, settings, models):
 
 def test_the_page_asks_nothing_of_others(url):
     for path, kind in (
-        ("/", "text/html"),
-        ("/page.js", "text/javascript"),
-        ("/page.css", "text/css"),
-        ("/icon.svg", "image/svg+xml"),
-    ):
+        ("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css"), ("/icon.svg", "image/svg+xml"),
+    ):  # fmt: skip
         answer = httpx.get(f"{url}{path}")
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(kind)

@@ -6,18 +6,8 @@ import random
 
 import pytest
 
-from fastgen_serve.scheduling import (
-    LONGEST_MEASURED,
-    Alone,
-    Cheapest,
-    Costs,
-    InOrder,
-    Limits,
-    Scheduler,
-    guessed,
-    make_scheduler,
-    measured,
-)
+from fastgen_serve import scheduling
+from fastgen_serve.scheduling import Alone, Cheapest, Costs, InOrder, Limits, Scheduler, guessed, measured
 from fastgen_serve.settings import ServeSettings
 from tests.partitions import partitions
 from tests.serve.servers import Clock
@@ -135,7 +125,9 @@ def test_warm_up_ends_where_batches_take_long() -> None:
     encoder = Encoder(clock)
     found = measured(encoder.run_some, 512, Limits(64, 10**9), clock)
     assert (512, 1) in encoder.runs and (512, 2) not in encoder.runs
-    assert all(seconds(length, inputs // 2) <= LONGEST_MEASURED for length, inputs in encoder.runs if inputs > 1)
+    assert all(
+        seconds(length, inputs // 2) <= scheduling.LONGEST_MEASURED for length, inputs in encoder.runs if inputs > 1
+    )
     assert found.of(512, 4) == pytest.approx(4 * seconds(512, 1))
 
 
@@ -190,7 +182,7 @@ def test_who_leaves_is_not_waited_for() -> None:
 
 def made(clock: Clock, **options: object) -> Scheduler[int]:
     settings = ServeSettings(**options)
-    return make_scheduler(settings, Encoder(clock, padded=True), 128, Limits(8))
+    return scheduling.make_scheduler(settings, Encoder(clock, padded=True), 128, Limits(8))
 
 
 def test_the_scheduler_of_the_settings() -> None:

@@ -42,27 +42,20 @@ def test_options_have_the_defaults_of_the_settings() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "MODEL"),
-        ([BART, "--slots", "0"], "slots is 0"),
-        ([BART, "--slots", "many"], "--slots"),
-        ([BART, "--dtype", "fp8"], "--dtype"),
-        ([BART, BART], "two are named kjv-bart"),
+        ([], "MODEL"), ([BART, "--slots", "0"], "slots is 0"), ([BART, "--slots", "many"], "--slots"),
+        ([BART, "--dtype", "fp8"], "--dtype"), ([BART, BART], "two are named kjv-bart"),
         ([BART, "--served-model-name", "a", "b"], "2 names for 1 models"),
         ([BART, "--api-key-file", "/no/such/file"], "cannot read /no/such/file"),
-        ([BART, "--port", "70000"], "port is 70000"),
-        ([BART, "--request-timeout-s", "0"], "request_timeout_s is 0"),
-        ([BART, "--cache-gib", "0"], "cache_gib is 0"),
-        ([BART, "--scheduler", "lazy"], "give --slo-ms"),
+        ([BART, "--port", "70000"], "port is 70000"), ([BART, "--request-timeout-s", "0"], "request_timeout_s is 0"),
+        ([BART, "--cache-gib", "0"], "cache_gib is 0"), ([BART, "--scheduler", "lazy"], "give --slo-ms"),
         ([BART, "--cors-origin", "https://example.org/page"], "cors_origin is 'https://example.org/page'"),
         ([BART, "--languages", "other=en:de"], "no model is named other"),
-        ([BART, "--languages", "en-de"], "no pair of languages"),
-        ([BART, "--replicas", "2"], "give --ray"),
+        ([BART, "--languages", "en-de"], "no pair of languages"), ([BART, "--replicas", "2"], "give --ray"),
         ([BART, "--ray", "local", "--replicas", "0"], "replicas is 0"),
         ([BART, "--ray", "local", "--replicas", "3", "--max-replicas", "2"], "max_replicas is 2: give 3 or more"),
-        ([BART, "--ray", "local", "--port", "0"], "port is 0"),
-        ([BART, "--nonsense"], "--nonsense"),
+        ([BART, "--ray", "local", "--port", "0"], "port is 0"), ([BART, "--nonsense"], "--nonsense"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_line(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     lines = capfd.readouterr().err.splitlines()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastgen_serve.text import Detokenizer, StopStrings, TextStream, growing, token_bytes, token_text
+from fastgen_serve.text import Detokenizer, StopStrings, TextStream, token_bytes, token_text
 
 WORDS = ["do", "n't", "n", "t", "'", "'s", "s", "'re", ".", "!", "a", "b", "ü", "中"]
 
@@ -101,11 +101,9 @@ def definition(text: str, stops: list[str], keeps: bool) -> str:
 
 
 @given(
-    text=st.text("ab", max_size=14),
-    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-    sizes=st.lists(st.integers(1, 4), max_size=4),
-    keeps=st.booleans(),
-)
+    text=st.text("ab", max_size=14), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    sizes=st.lists(st.integers(1, 4), max_size=4), keeps=st.booleans(),
+)  # fmt: skip
 def test_stop_strings(text: str, stops: list[str], sizes: list[int], keeps: bool) -> None:
     stopping, written, rest = StopStrings(stops, keeps), "", text
     whole = definition(text, stops, keeps)
@@ -123,11 +121,6 @@ def test_nothing_is_kept_back_without_need() -> None:
     assert stopping.push("b E") == "\nb "
     assert stopping.push("N") == ""
     assert stopping.push("X") == "ENX"
-
-
-@pytest.mark.parametrize(("text", "expected"), [("", 0), ("xE", 1), ("xEN", 2), ("END", 0), ("xENE", 1)])
-def test_growing(text: str, expected: int) -> None:
-    assert growing(text, ["END", "\n"]) == expected
 
 
 def test_bytes_of_tokens() -> None:

@@ -329,11 +329,9 @@ def test_streams_of_responses(client: OpenAI, text: str) -> None:
 def test_a_form_of_answers_that_are_no_calls(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model may call, or answer in the form; here it is made to want to call."""
     schema = {
-        "type": "object",
-        "properties": {"dry": {"type": "boolean"}},
-        "required": ["dry"],
+        "type": "object", "properties": {"dry": {"type": "boolean"}}, "required": ["dry"],
         "additionalProperties": False,
-    }
+    }  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     (answer,) = ask(client, response_format=form, tool_choice="auto", temperature=0).choices
     assert answer.finish_reason in ("stop", "length") and (answer.message.tool_calls or answer.message.content)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from fastgen_serve.errors import BadRequest, Failed
+from fastgen_serve.errors import Failed
 from fastgen_serve.jobs import Delta, Generate, Generated
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.local import LocalModel
@@ -87,13 +86,11 @@ def test_with_beams_a_beginning_of_the_best_one_streams(model: LocalModel, optio
 @pytest.mark.parametrize(
     ("options", "stops"),
     [
-        ({"num_beams": 1}, ONE),
-        ({"num_beams": 1}, SOME),
-        ({"num_beams": 3}, SOME),
+        ({"num_beams": 1}, ONE), ({"num_beams": 1}, SOME), ({"num_beams": 3}, SOME),
         ({"num_beams": 1, "do_sample": True, "num_return_sequences": 2}, ONE),
     ],
     ids=["greedy-one", "greedy-some", "beams", "several"],
-)
+)  # fmt: skip
 def test_a_stop_text_ends_sequences_where_the_librarys_does(
     model: LocalModel, options: dict[str, Any], stops: tuple[str, ...]
 ) -> None:
@@ -113,29 +110,6 @@ def test_a_stop_text_ends_sequences_where_the_librarys_does(
     assert has_stopped
 
 
-def test_log_probabilities_are_those_of_the_model_in_float64() -> None:
-    reference: Any = AutoModelForCausalLM.from_pretrained(GPT2, dtype=torch.float64).eval()
-    with closing(LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))) as made:
-        for options in ({}, {"do_sample": True, "num_return_sequences": 2}):
-            options = {"num_beams": 1, "no_repeat_ngram_size": 0, **options, "max_new_tokens": 12}
-            wanted = [Generate(job.tokens, options, 3, logprobs=4, streams=True) for job in jobs(made)[:3]]
-            for job, (deltas, result) in zip(wanted, run(made, wanted), strict=True):
-                for index, sequence in enumerate(result.sequences):
-                    check_logprobs(reference, job, sequence)
-                    streamed = [each for delta in deltas if delta.index == index for each in delta.logprobs or ()]
-                    assert tuple(streamed) == sequence.logprobs
-
-
-def check_logprobs(reference: Any, job: Generate, sequence: Any) -> None:
-    assert [each.token for each in sequence.logprobs] == list(sequence.tokens)
-    with torch.no_grad():
-        logits = reference(torch.tensor([[*job.tokens, *sequence.tokens]])).logits[0, len(job.tokens) - 1 :]
-    expected = torch.log_softmax(logits, dim=-1)
-    for row, each in zip(expected, sequence.logprobs, strict=False):
-        assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-4)
-        assert [value for _, value in each.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
-
-
 async def test_scores_that_are_not_numbers_fail() -> None:
     """JSON has no NaN. A request that returns no scores has its tokens, as `generate` chooses them."""
     with closing(LocalModel("m", ServeSettings(models=(("m", GPT2),), warm_up=False))) as made:
@@ -150,13 +124,6 @@ async def test_scores_that_are_not_numbers_fail() -> None:
             with pytest.raises(Failed, match="not numbers"):
                 await streamed(made, replace(job, streams=True))
         assert len((await made.generate(greedy)).sequences) == 1
-
-
-def test_log_probabilities_of_beams_are_refused(model: LocalModel) -> None:
-    job = Generate(jobs(model)[0].tokens, {"num_beams": 2}, logprobs=1)
-    with pytest.raises(BadRequest) as refused:
-        asyncio.run(model.generate(job))
-    assert refused.value.param == "logprobs"
 
 
 def test_a_stop_text_is_new(model: LocalModel) -> None:
@@ -174,19 +141,6 @@ def test_a_stop_text_is_new(model: LocalModel) -> None:
 # ---- without a model
 
 
-def test_an_ended_sequence_holds_back_what_it_does_not_share() -> None:
-    told: list[int] = []
-    watcher = BeamWatcher(1, 2, Ends(frozenset({9})), lambda delta: told.extend(delta.tokens))
-    steps = [
-        ([[0, 5], [0, 5], [0, 6], [0, 7]], []),
-        ([[0, 5, 1], [0, 5, 9], [0, 5, 2], [0, 5, 3]], [5]),  # the second one ends
-        ([[0, 5, 1, 1], [0, 5, 1, 2], [0, 5, 1, 3], [0, 5, 1, 4]], [5]),
-    ]
-    for rows, expected in steps:
-        assert not watcher(torch.tensor(rows), None).any()
-        assert told == expected
-
-
 def test_behind_the_beams_a_candidate_that_ends_is_no_result() -> None:
     told: list[int] = []
     watcher = BeamWatcher(0, 1, Ends(frozenset({9})), lambda delta: told.extend(delta.tokens))
@@ -201,14 +155,3 @@ def test_a_call_that_begins_again_tells_nothing_twice() -> None:
     for rows in ([[0, 5], [0, 6]], [[0, 5], [0, 6]], [[0, 5, 9], [0, 6, 7]], [[0, 5, 9, 1], [0, 6, 7, 8]]):
         watcher(torch.tensor(rows), None)
     assert joined(told, 0) == (5,) and joined(told, 1) == (6, 7, 8)
-
-
-def test_results_are_cut_at_eos_and_at_stop_strings() -> None:
-    ends = Ends(frozenset({9}))
-    assert ends.cut(torch.tensor([0, 1, 2, 9, 9]), 1, 9) == ([1, 2], "stop", 3)
-    assert ends.cut(torch.tensor([0, 1, 2]), 1, 9) == ([1, 2], "length", 2)
-    stops = Ends(frozenset({9}), lambda rows, scores: rows[:, -1] == 3)
-    for pad in (0, 9):
-        assert stops.cut(torch.tensor([0, 1, 3, pad, pad]), 1, pad) == ([1, 3], "stop", 2)
-        assert stops.cut(torch.tensor([0, 1, 2, 4]), 1, pad) == ([1, 2, 4], "length", 3)
-        assert stops.cut(torch.tensor([0, 1, 2, 9]), 1, pad) == ([1, 2], "stop", 3)

@@ -193,8 +193,10 @@ def test_who_leaves_frees_the_slots(loop: Loop, remote: RemoteModel) -> None:
     assert not remote._pending and remote._admission.rows == 0
 
 
-def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> None:
-    settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
+NARROW = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
+
+
+def test_the_inputs_of_a_request_are_let_in_together(loop: Loop) -> None:
     jobs = [Generate((5, 6, 7 + number), {"num_beams": 2, "max_new_tokens": 8}, streams=True) for number in range(6)]
 
     async def streamed() -> dict[int, Any]:
@@ -206,7 +208,7 @@ def test_the_inputs_of_a_request_are_let_in_together(loop: Loop, name: str) -> N
         wholes = (model.generate_all(jobs), model.generate_all(jobs))
         return await asyncio.gather(*wholes, return_exceptions=True)
 
-    with closing(LocalModel(name, settings)) as model:
+    with closing(LocalModel("gpt2", NARROW)) as model:
         first, second = loop.run(crowd())
         assert len(first) == len(jobs) and isinstance(second, Busy)
         last = loop.run(streamed())
@@ -238,14 +240,12 @@ def test_a_model_whose_files_ask_for_several_results_gives_one(loop: Loop, tmp_p
             assert len(loop.run(model.generate(job)).sequences) == 1
 
 
-def test_more_than_may_wait_are_refused_and_the_others_served(loop: Loop, name: str) -> None:
-    settings = ServeSettings(models=MODELS, slots=2, max_waiting=3, max_beams=2, warm_up=False)
-
+def test_more_than_may_wait_are_refused_and_the_others_served(loop: Loop) -> None:
     async def crowd() -> list[Any]:
         jobs = [Generate((5, 6, 7), {"num_beams": 1, "max_new_tokens": 10})] * 12
         return await asyncio.gather(*map(model.generate, jobs), return_exceptions=True)
 
-    with closing(LocalModel(name, settings)) as model:
+    with closing(LocalModel("bart", NARROW)) as model:
         results = loop.run(crowd())
         assert sum(isinstance(result, Busy) for result in results) == 7
         assert sum(isinstance(result, Generated) for result in results) == 5

@@ -8,14 +8,7 @@ from typing import Any
 
 import sentencepiece
 import torch
-from transformers import (
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    M2M100Tokenizer,
-    MarianConfig,
-    MarianMTModel,
-    MarianTokenizer,
-)
+import transformers
 
 TEXTS = (
     "and it came to pass in those days that there went out a decree",
@@ -26,16 +19,9 @@ TEXTS = (
 )
 _PIECES = 70
 _SHAPE: dict[str, Any] = {
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-    "max_position_embeddings": 64,
-    "init_std": 1.0,
-}
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 64, "init_std": 1.0,
+}  # fmt: skip
 
 
 def marian(folder: Path, source: str, target: str, targets: tuple[str, ...] = (), seed: int = 0) -> str:
@@ -45,13 +31,13 @@ def marian(folder: Path, source: str, target: str, targets: tuple[str, ...] = ()
     _pieces(folder, "target")
     files = [str(folder / name) for name in ("source.spm", "target.spm", "vocab.json")]
     vocabulary = _vocabulary(files[2], words)
-    MarianTokenizer(*files, source_lang=source, target_lang=target).save_pretrained(folder)
+    transformers.MarianTokenizer(*files, source_lang=source, target_lang=target).save_pretrained(folder)
     pad = vocabulary["<pad>"]
-    config = MarianConfig(
+    config = transformers.MarianConfig(
         vocab_size=len(vocabulary), **_SHAPE, pad_token_id=pad, eos_token_id=0, forced_eos_token_id=0,
         decoder_start_token_id=pad,
     )  # fmt: skip
-    return _saved(MarianMTModel, config, folder, seed, num_beams=2, max_length=12, bad_words_ids=[[pad]])
+    return _saved(transformers.MarianMTModel, config, folder, seed, num_beams=2, max_length=12, bad_words_ids=[[pad]])
 
 
 def m2m100(folder: Path, seed: int = 0) -> str:
@@ -60,10 +46,12 @@ def m2m100(folder: Path, seed: int = 0) -> str:
     words = ["<s>", "<pad>", "</s>", "<unk>", *_pieces(folder, "sentencepiece.bpe")]
     files = [str(folder / name) for name in ("vocab.json", "sentencepiece.bpe.spm")]
     _vocabulary(files[0], words)
-    tokenizer = M2M100Tokenizer(*files)
+    tokenizer = transformers.M2M100Tokenizer(*files)
     tokenizer.save_pretrained(folder)
-    config = M2M100Config(vocab_size=max(tokenizer.lang_code_to_id.values()) + 1, **_SHAPE, decoder_start_token_id=2)
-    return _saved(M2M100ForConditionalGeneration, config, folder, seed, num_beams=2, max_length=12)
+    config = transformers.M2M100Config(
+        vocab_size=max(tokenizer.lang_code_to_id.values()) + 1, **_SHAPE, decoder_start_token_id=2
+    )
+    return _saved(transformers.M2M100ForConditionalGeneration, config, folder, seed, num_beams=2, max_length=12)
 
 
 def _pieces(folder: Path, name: str) -> list[str]:

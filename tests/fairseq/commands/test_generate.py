@@ -15,51 +15,30 @@ from fairseq_cli import generate as original_generate
 import fastgen
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
-from tests.fairseq.commands.world import (
-    BASE,
-    FIXED,
-    NUMBERED,
-    TINY,
-    World,
-    both,
-    command_of_fairseq,
-    configuration,
-    lines,
-    run,
-    train_language_model,
-)
+from tests.fairseq.commands import world as shared
+from tests.fairseq.commands.world import BASE, TINY, World, both, command_of_fairseq, lines, run
 
 pytestmark = pytest.mark.sampled(8)
 
 OPTIONS = [
-    "--nbest 3",
-    "--nbest 2 --prefix-size 2 --lenpen 0.6 --unkpen 2",
-    "--print-alignment hard",
-    "--print-alignment soft",
-    "--score-reference",
-    "--remove-bpe",
-    "--post-process sentencepiece --scoring sacrebleu",
+    "--nbest 3", "--nbest 2 --prefix-size 2 --lenpen 0.6 --unkpen 2", "--print-alignment hard",
+    "--print-alignment soft", "--score-reference", "--remove-bpe", "--post-process sentencepiece --scoring sacrebleu",
     "--scoring sacrebleu --sacrebleu-lowercase --sacrebleu-tokenizer intl",
     "--source-lang de --target-lang en --tokenizer moses --moses-no-escape --scoring chrf --no-early-stop",
     "--source-lang de --target-lang en --tokenizer moses --remove-bpe --max-tokens 100",
-    "--sampling --nbest 3 --seed 7",
-    "--sampling --sampling-topk 5 --nbest 3 --temperature 1.3 --seed 8",
+    "--sampling --nbest 3 --seed 7", "--sampling --sampling-topk 5 --nbest 3 --temperature 1.3 --seed 8",
     "--sampling --sampling-topp 0.8 --nbest 3 --seed 9",
-    "--diverse-beam-groups 3 --diverse-beam-strength 0.5 --nbest 3",
-    "--diversity-rate 0.5",
-    "--no-repeat-ngram-size 2 --min-len 4",
-    "--match-source-len",
-    "--retain-dropout --seed 4",
+    "--diverse-beam-groups 3 --diverse-beam-strength 0.5 --nbest 3", "--diversity-rate 0.5",
+    "--no-repeat-ngram-size 2 --min-len 4", "--match-source-len", "--retain-dropout --seed 4",
     "--gen-subset valid --quiet",
     "--gen-subset train --skip-invalid-size-inputs-valid-test --max-source-positions 7 --batch-size 64 --beam 1",
-    "--left-pad-source --left-pad-target",
-    "--num-batch-buckets 2 --max-tokens 200",
-]
+    "--left-pad-source --left-pad-target", "--num-batch-buckets 2 --max-tokens 200",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_same_lines(world, options):
-    if "groups" in options and FIXED:
+    if "groups" in options and shared.FIXED:
         pytest.skip("fairseq-fixed's diverse beam search fails when sources leave the batch")
     original, ours = both(world, *options.split())
     assert ours == original
@@ -69,7 +48,7 @@ def test_the_same_lines(world, options):
 
 def test_a_whole_command_and_its_workers(world, programs):
     """The commands as they are called, with workers, and with FastGen's generation."""
-    options = ["--nbest", 2, "--remove-bpe", "--scoring", "sacrebleu"]
+    options = ["--nbest", 2, "--remove-bpe", "--scoring", "sacrebleu", "--gen-subset", "valid"]
     words = [world.data, "--path", world.model, *BASE, *options]
     command = functools.partial(run, program=programs / "python")
     original, _ = both(world, *options)
@@ -89,7 +68,7 @@ def same_but_for_rounding(ours: list[str], original: list[str]) -> None:
     for have, want in zip(sorted(ours, key=_unscored), sorted(original, key=_unscored), strict=True):
         if have.startswith("P-"):
             left, right = ([float(score) for score in line.split("\t")[1].split()] for line in (have, want))
-        elif NUMBERED.match(have):
+        elif shared.NUMBERED.match(have):
             left, right = ([float(line.split("\t")[1])] for line in (have, want))
             assert _unscored(have) == _unscored(want)
         else:
@@ -104,14 +83,14 @@ def _unscored(line: str) -> tuple[str, ...]:
 
 
 def test_results_path(world, tmp_path):
-    words = [world.data, "--path", world.model, *BASE, "--results-path", tmp_path]
-    cfg, found = configuration("generation", *words), []
+    words = [world.data, "--path", world.model, *BASE, "--results-path", tmp_path, "--gen-subset", "valid"]
+    cfg, found = shared.configuration("generation", *words), []
     for command in (original_generate.main, lambda cfg: pipeline.generate(cfg, 0)):
         with fastgen.disabled():
             command(copy.deepcopy(cfg))
-        found.append(lines((tmp_path / "generate-test.txt").read_text()))
-        (tmp_path / "generate-test.txt").unlink()
-    assert found[0] == found[1] and len(found[0]) == 30 * 5 + 1
+        found.append(lines((tmp_path / "generate-valid.txt").read_text()))
+        (tmp_path / "generate-valid.txt").unlink()
+    assert found[0] == found[1] and len(found[0]) == 10 * 5 + 1
 
 
 def test_unknown_words_replaced_by_those_of_the_text(world, tmp_path):
@@ -159,7 +138,7 @@ def test_an_ensemble_with_a_language_model(world, tmp_path):
         "preprocess", "--only-source", "--trainpref", world.folder / "train.en", "--srcdict", dictionary,
         "--validpref", world.folder / "valid.en", "--destdir", tmp_path / "text",
     )  # fmt: skip
-    train_language_model(tmp_path / "text", tmp_path / "lm")
+    shared.train_language_model(tmp_path / "text", tmp_path / "lm")
     members = Path(f"{world.model}{os.pathsep}{world.model}")
     original, ours = both(moved, "--lm-path", tmp_path / "lm" / "checkpoint_last.pt", "--lm-weight", 0.3, model=members)
     assert ours == original

@@ -15,6 +15,9 @@ from fastgen_cli.generate import main as generate_any
 from tests.fairseq.commands.world import BASE, configuration, lines, one_line, printed
 from tests.pipeline.children import finished, in_child, interrupted_after
 
+# Sentences, where any do.
+FEW = ["--gen-subset", "valid"]
+
 
 @pytest.fixture(scope="module")
 def expected(world) -> list[str]:
@@ -74,14 +77,14 @@ def test_a_text_with_the_dictionaries_beside_the_checkpoint(world, expected, tmp
 
 
 def test_fairseqs_own_arguments(world, capfd):
-    assert generate_any([str(world.data), "--path", str(world.model), *BASE]) == 0
-    assert len(lines(capfd.readouterr().out)) == 30 * 5 + 1
+    assert generate_any([str(world.data), "--path", str(world.model), *BASE, *FEW]) == 0
+    assert len(lines(capfd.readouterr().out)) == 10 * 5 + 1
 
 
 def test_nothing_is_replaced(world, tmp_path, capsys):
     output = tmp_path / "out.txt"
     output.write_text("old")
-    words = [str(world.model), str(world.data), str(output), *BASE]
+    words = [str(world.model), str(world.data), str(output), *BASE, *FEW]
     assert generate_any(words) == 2
     assert "exists already (--overwrite replaces it)" in one_line(capsys, "fastgen-generate")
     assert output.read_text() == "old"
@@ -102,7 +105,7 @@ def test_a_file_that_fastgen_did_not_write_is_never_replaced(world, tmp_path, ca
 @pytest.mark.parametrize("moment", ["lines", "output"])
 def test_what_a_killed_run_has_left_is_replaced_when_asked(world, tmp_path, capsys, moment):
     output = tmp_path / "out.txt"
-    words = [str(world.model), str(world.data), str(output), *BASE]
+    words = [str(world.model), str(world.data), str(output), *BASE, *FEW]
     where = "fastgen.pipeline.writers." + ("sync" if moment == "output" else "placed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, lambda *_: os._exit(9))

@@ -50,13 +50,9 @@ def test_interactive_with_constraints(world, tmp_path):
 def test_an_interactive_user_is_answered_before_the_next_question(world, programs):
     command = [programs / "python", "-m", "fastgen_cli.fairseq", "interactive", world.data, "--path", world.model]
     with subprocess.Popen(
-        [*map(str, command), "--cpu", "--max-len-b", "5"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-    ) as process:
+        [*map(str, command), "--cpu", "--max-len-b", "5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
+    ) as process:  # fmt: skip
         # An answer that does not come ends the wait for it.
         watch = threading.Timer(600, process.kill)
         watch.start()

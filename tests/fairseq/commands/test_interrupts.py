@@ -44,9 +44,9 @@ def test_output_that_cannot_be_printed_is_one_line(world, program, stdout, said,
 
 
 def test_a_closed_standard_output_that_is_not_needed(world, tmp_path):
-    words = [world.data, "--path", world.model, *BASE, "--results-path", tmp_path]
+    words = [world.data, "--path", world.model, *BASE, "--results-path", tmp_path, "--gen-subset", "valid"]
     run("fastgen_cli.fairseq", "generate", *words, **into("closed"))
-    assert len(lines((tmp_path / "generate-test.txt").read_text())) == 30 * 5 + 1
+    assert len(lines((tmp_path / "generate-valid.txt").read_text())) == 10 * 5 + 1
 
 
 @pytest.mark.sampled(3)

@@ -136,11 +136,8 @@ def test_prompts(fresh) -> None:
     known = {"prompts": {"query": "q: ", "passage": "p: "}, "default_prompt_name": "passage"}
     tiny.sentence_files(fresh, ("Pooling", {}), prompts=known)
     for options, prompt in (
-        ({}, "p: "),
-        ({"prompt_name": "query"}, "q: "),
-        ({"prompt": ""}, ""),
-        ({"prompt": "x"}, "x"),
-    ):
+        ({}, "p: "), ({"prompt_name": "query"}, "q: "), ({"prompt": ""}, ""), ({"prompt": "x"}, "x"),
+    ):  # fmt: skip
         assert read_modules(str(fresh), asked(**options)).prompt == prompt
     with pytest.raises(SetupError, match="no prompt 'other': there are query, passage"):
         read_modules(str(fresh), asked(prompt_name="other"))
@@ -248,17 +245,11 @@ def test_paths_that_cannot_be_of_a_folder_of_the_model(fresh, path) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("linear.bias", (1,)),
-        ("linear.bias", ()),
-        ("linear.bias", (5, 1)),
-        ("linear.weight", (5, 1)),
-        ("linear.weight", (32, 5)),
-        ("residual.weight", (1, 32)),
-        ("residual.weight", None),
-        ("linear.bias", None),
+        ("linear.bias", (1,)), ("linear.bias", ()), ("linear.bias", (5, 1)), ("linear.weight", (5, 1)),
+        ("linear.weight", (32, 5)), ("residual.weight", (1, 32)), ("residual.weight", None), ("linear.bias", None),
         ("linear.scale", (5,)),
     ],
-)
+)  # fmt: skip
 def test_tensors_of_other_shapes_are_refused(fresh, name, shape) -> None:
     """torch broadcasts many of them."""
     from safetensors.torch import save_file

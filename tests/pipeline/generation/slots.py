@@ -12,7 +12,7 @@ from fastgen.engine import continuous
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Has a run end in the call of the engine behind so many."""
+    """Interrupts a run in a call of the engine, after so many."""
     count, original = 0, continuous.call
 
     def interrupted(*args: Any) -> Any:

@@ -87,12 +87,10 @@ def test_the_same_file_as_static_batches(
 @pytest.mark.parametrize(
     "lengths",
     [
-        pytest.param([3] * 12 + [5] * 9, id="full"),
-        pytest.param([3, 4, 5, 6], id="few"),
-        pytest.param([7], id="one"),
+        pytest.param([3] * 12 + [5] * 9, id="full"), pytest.param([3, 4, 5, 6], id="few"), pytest.param([7], id="one"),
         pytest.param([], id="none"),
     ],
-)
+)  # fmt: skip
 def test_full_or_few_batches_are_static(gpt2: Path, lengths: list[int], tmp_path: Path, served: list[int]) -> None:
     (tmp_path / "in.txt").write_text("".join("light " * length + "\n" for length in lengths))
     report = run(gpt2, tmp_path / "in.txt", tmp_path / "out.txt")
@@ -116,17 +114,13 @@ def test_static_without_slots(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "adaptive"),
-        ({"batch_size": "auto"}, "adaptive"),
-        ({"generation": {"max_new_tokens": 8}}, "static"),
-        ({"generation": {"max_length": 30}}, "adaptive"),
-        ({"max_tokens": 64}, "static"),
-        ({"batching": "static"}, "static"),
-        ({"batching": "continuous"}, "continuous"),
+        ({}, "adaptive"), ({"batch_size": "auto"}, "adaptive"), ({"generation": {"max_new_tokens": 8}}, "static"),
+        ({"generation": {"max_length": 30}}, "adaptive"), ({"max_tokens": 64}, "static"),
+        ({"batching": "static"}, "static"), ({"batching": "continuous"}, "continuous"),
         ({"generation": {"prompt_lookup_num_tokens": 2, **PENALTY}}, "static"),
         ({"self_speculation": "int8"}, "static"),
     ],
-)
+)  # fmt: skip
 def test_what_may_gain(gpt2: Path, options: dict[str, Any], expected: str) -> None:
     common = {"model": str(gpt2), "input": "-", "output": "-", "device": "cpu", "quiet": True, "generation": PENALTY}
     settings = RunOptions(**{**common, **options})

@@ -46,12 +46,10 @@ def inputs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "generation", "form"),
     [
-        ("bart", BEAMS, "jsonl"),
-        ("bart", UNEVEN, "txt"),
-        ("gpt2", UNEVEN, "jsonl"),
+        ("bart", BEAMS, "jsonl"), ("bart", UNEVEN, "txt"), ("gpt2", UNEVEN, "jsonl"),
         ("gpt2", {**BEAMS, "repetition_penalty": 1.3}, "txt"),
     ],
-)
+)  # fmt: skip
 def test_the_same_file_as_static_batches(
     kind: str, generation: dict[str, Any], form: str, inputs: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -112,8 +110,9 @@ def test_records_that_fail(bart: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "out.txt").read_text().splitlines() == expected and report.skipped == 4
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), LookupError("a token")], ids=repr)
-@pytest.mark.parametrize("generation", [UNEVEN, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("error", "generation"), [(RuntimeError("can't allocate memory"), UNEVEN), (LookupError("a token"), SAMPLED)]
+)
 def test_a_step_that_fails_for_one_of_its_records(
     error: Exception, generation: dict[str, Any], gpt2: Path, inputs: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

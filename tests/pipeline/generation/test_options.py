@@ -18,22 +18,14 @@ def test_every_field_of_the_class_is_listed_with_its_type():
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("num_beams", "4", 4),
-        ("length_penalty", "-1", -1.0),
-        ("do_sample", "True", True),
-        ("early_stopping", "never", "never"),
-        ("early_stopping", "false", False),
-        ("eos_token_id", "[1, 2]", [1, 2]),
-        ("eos_token_id", "2", 2),
-        ("bad_words_ids", "[[1, 2]]", [[1, 2]]),
-        ("stop_strings", "123", "123"),
-        ("stop_strings", '["a", "b"]', ["a", "b"]),
-        ("sequence_bias", "[[[1, 2], -3.5]]", [[[1, 2], -3.5]]),
-        ("forced_bos_token_id", "none", None),
-        ("watermarking_config", '{"bias": 2.5}', {"bias": 2.5}),
+        ("num_beams", "4", 4), ("length_penalty", "-1", -1.0), ("do_sample", "True", True),
+        ("early_stopping", "never", "never"), ("early_stopping", "false", False), ("eos_token_id", "[1, 2]", [1, 2]),
+        ("eos_token_id", "2", 2), ("bad_words_ids", "[[1, 2]]", [[1, 2]]), ("stop_strings", "123", "123"),
+        ("stop_strings", '["a", "b"]', ["a", "b"]), ("sequence_bias", "[[[1, 2], -3.5]]", [[[1, 2], -3.5]]),
+        ("forced_bos_token_id", "none", None), ("watermarking_config", '{"bias": 2.5}', {"bias": 2.5}),
         ("penalty_alpha", "0.6", 0.6),
     ],
-)
+)  # fmt: skip
 def test_values(name, text, value):
     parsed = parse(name, text)
     assert parsed == value

@@ -144,27 +144,20 @@ def test_freeing_captured_steps(monkeypatch):
     assert free_captured_steps(gpu) and not free_captured_steps(gpu)
 
 
-def test_a_single_record_that_does_not_fit_is_a_bad_one(bart, monkeypatch):
-    loaded, asked = loaded_for(bart)
-    rows = batch(loaded, asked, ["god said " * 8, "light", "day"])
-    failing(loaded, monkeypatch, lambda options: NO_MEMORY if options["input_ids"].shape[1] > 20 else None)
-    done = ModelStage(loaded, asked).run(rows)
-    assert [(failure["position"], failure["error"]) for failure in done.failures] == [(0, "out-of-memory")]
-    assert sorted(outputs(loaded, asked, done)) == [1, 2]
-
-
 REFUSED = ValueError("a record the model refuses")
 
 
-def test_a_record_the_model_refuses_costs_only_itself(bart, monkeypatch):
+@pytest.mark.parametrize(("error", "kind"), [(NO_MEMORY, "out-of-memory"), (REFUSED, "model-error")])
+def test_a_record_that_fails_alone_costs_only_itself(bart, monkeypatch, error, kind):
+    """As one that is too long for the memory, or has a token that the model refuses."""
     loaded, asked = loaded_for(bart)
-    rows = batch(loaded, asked, ["light", "light Z", "day", "night"])
+    rows = batch(loaded, asked, ["light", "light Z" + " god said" * 8, "day", "night"])
     bad = loaded.tokenizer.convert_tokens_to_ids("Z")
-    failing(loaded, monkeypatch, lambda options: REFUSED if (options["input_ids"] == bad).any() else None)
+    failing(loaded, monkeypatch, lambda options: error if (options["input_ids"] == bad).any() else None)
     stage = ModelStage(loaded, asked)
     done = stage.run(rows)
     stage.finish()
-    assert [(failure["position"], failure["error"]) for failure in done.failures] == [(1, "model-error")]
+    assert [(failure["position"], failure["error"]) for failure in done.failures] == [(1, kind)]
     assert sorted(outputs(loaded, asked, done)) == [0, 2, 3]
 
 
@@ -192,14 +185,11 @@ def test_a_lack_of_memory_on_the_cpu_is_known():
 @pytest.mark.parametrize(
     ("kind", "generation", "limit"),
     [
-        ("bart", {}, 64),
-        ("unilm", {}, 58),
-        ("unilm", {"max_new_tokens": None, "max_length": 20}, 45),
-        ("gpt2", {}, 58),
-        ("gpt2", {"max_new_tokens": None, "max_length": 20}, 19),
+        ("bart", {}, 64), ("unilm", {}, 58), ("unilm", {"max_new_tokens": None, "max_length": 20}, 45),
+        ("gpt2", {}, 58), ("gpt2", {"max_new_tokens": None, "max_length": 20}, 19),
         ("gpt2", {"max_new_tokens": None}, 63),
     ],
-)
+)  # fmt: skip
 def test_inputs_longer_than_the_model_takes(kind, generation, limit, request):
     loaded, asked = loaded_for(request.getfixturevalue(kind), generation=generation)
     assert loaded.positions == limit

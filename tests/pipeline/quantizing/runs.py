@@ -17,6 +17,10 @@ class Stop(Exception):
     """What a test ends a run with."""
 
 
+class Killed(BaseException):
+    """Nothing of the program runs after it."""
+
+
 def saved(build, folder: Path) -> Path:
     tokens = tiny.tokenizer(encoder_decoder=False)
     return tiny.saved(build(vocab_size=len(tokens)), tokens, folder)

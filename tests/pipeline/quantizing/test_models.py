@@ -25,14 +25,10 @@ pytestmark = pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"bits": 8, "asymmetric": True},
-        {"asymmetric": True, "output_layer": True},
-        {"method": "rtn"},
-        {"max_error": 0.06},
-        {"dtype": "bf16"},
+        {}, {"bits": 8, "asymmetric": True}, {"asymmetric": True, "output_layer": True}, {"method": "rtn"},
+        {"max_error": 0.06}, {"dtype": "bf16"},
     ],
-)
+)  # fmt: skip
 def test_plain_transformers_loads_the_quantised_model(llama, text, tmp_path, kept, changes):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -179,14 +175,10 @@ def test_autoround_where_it_is_not_installed(llama, text, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", []),
-        ("llama", ["--asymmetric", "--output-layer"]),
-        ("llama", ["--bits-per-weight", "6", "--dtype", "bf16"]),
-        ("gpt2", []),
-        ("bart", []),
-        ("t5", ["--asymmetric"]),
+        ("llama", []), ("llama", ["--asymmetric", "--output-layer"]),
+        ("llama", ["--bits-per-weight", "6", "--dtype", "bf16"]), ("gpt2", []), ("bart", []), ("t5", ["--asymmetric"]),
     ],
-)
+)  # fmt: skip
 def test_autoround(family, changes, llama, gpt2, text, pairs, tmp_path):
     """In a process of its own: importing the package changes Transformers."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.quantizing import run as running
-from fastgen.quantization import calibration
+from fastgen.quantization import calibration, writing
 from fastgen.quantization.quantized_tensor import dequantized
 from fastgen.quantization.writing import load_block
 from tests.pipeline.children import ended_at, files_of_at_most
-from tests.pipeline.quantizing.runs import Stop, run
+from tests.pipeline.quantizing.runs import Killed, Stop, run
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -118,6 +118,18 @@ def test_a_full_disk(llama, text, tmp_path):
     run(llama, tmp_path / "whole", text)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_kill_while_a_block_is_written(llama, text, tmp_path):
+    def half(path, layers):
+        path.write_bytes(b"half")
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(writing, "save_block", half)
+        run(llama, tmp_path / "out", text)
+    run(llama, tmp_path / "out", text, resume=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
 def test_a_damaged_block_is_told(llama, text, tmp_path):
