@@ -315,8 +315,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def of_lengths(model: Any, *counts: int) -> list[Request]:
     """Requests for that many tokens each, all of the same prompt."""
-    options = [{"max_new_tokens": count, "eos_token_id": None} for count in counts]
-    return [make(model, PROMPTS[0], None, each, None, 8) for each in options]
+    return [make(model, PROMPTS[0], None, {"max_new_tokens": count, "eos_token_id": None}, None, 8) for count in counts]
 
 
 def test_how_many_places_are_computed_depends_on_no_clock_if_all_is_captured(
