@@ -28,7 +28,7 @@ KINDS: dict[str, Callable[[list[str], str, str], Any]] = {
     "saved": lambda layers, last, embedding: peft.LoraConfig(r=4, target_modules=layers, modules_to_save=["lm_head"]),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 30}]
-LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
+LONG: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 
 
 def draw(model: Any, seed: int, part: str = "") -> None:

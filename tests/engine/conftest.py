@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
@@ -16,6 +17,7 @@ from fastgen.engine.options import make
 from fastgen.engine.requests import Request
 from fastgen.ops import gpu
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.models import BY_NAME
 
 # Prompts of all kinds of lengths: one token, and some that are alike.
@@ -44,6 +46,12 @@ def model(request: pytest.FixtureRequest) -> Any:
 def llama() -> Any:
     """One of the test's own, which it may change."""
     return copy.deepcopy(BY_NAME["llama"].build())
+
+
+@pytest.fixture
+def recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording a step always pays."""
+    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
 
 
 def alone(model: Any, inputs: Any, **options: Any) -> Any:
@@ -93,8 +101,49 @@ def gate() -> Iterator[Gate]:
     made.may_go.set()
 
 
-def run(executor: ContinuousBatches, requests: list[Request], at_once: int = 1) -> None:
-    """Runs requests, so many of which come with each step at the most."""
+class Bans:
+    """A logits processor of the user's: bans a token in place, and keeps what it has seen. One call may fail."""
+
+    def __init__(self, token: int, fails_at: int | None = None) -> None:
+        self.token, self.fails_at, self.seen = token, fails_at, list[list[list[int]]]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(input_ids.tolist())
+        if len(self.seen) == self.fails_at:
+            raise LookupError("of the user's")
+        scores[:, self.token] = -torch.inf
+        return scores
+
+
+def raising(error: BaseException, every: int = 1) -> Callable[..., torch.Tensor]:
+    """A logits processor of the user's that raises when the length of the sequences is a multiple of `every`."""
+
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] % every == 0:
+            raise error
+        return scores
+
+    return processor
+
+
+class Streamer(BaseStreamer):
+    """Keeps what it hears, and raises instead of hearing more than that many tensors."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.heard, self.most, self.is_over = list[list[int]](), most, False
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.heard) >= self.most:
+            raise LookupError("of the user's")
+        self.heard.append(value.flatten().tolist())
+        self.is_over = False
+
+    def end(self) -> None:
+        self.is_over = True
+
+
+def coming(executor: ContinuousBatches, requests: list[Request], at_once: int) -> Callable[[], list[Request]]:
+    """What gives the executor at most that many more of these requests each time that it asks."""
     left = list(requests)
 
     def more() -> list[Request]:
@@ -103,17 +152,37 @@ def run(executor: ContinuousBatches, requests: list[Request], at_once: int = 1) 
         left[:0] = come  # what it has not taken
         return chosen
 
-    for _ in executor.steps(more):
+    return more
+
+
+def run(executor: ContinuousBatches, requests: list[Request], at_once: int = 1) -> None:
+    """Runs requests, of which at most `at_once` come with each step."""
+    for _ in executor.steps(coming(executor, requests, at_once)):
         pass
+
+
+def run_with_a_change(
+    executor: ContinuousBatches, requests: list[Request], steps: int, change: Callable[[], Any]
+) -> None:
+    """Runs requests; after that many steps, when all of them are in slots, something changes."""
+    left, has_changed = list(requests), False
+    for _ in executor.steps(lambda: executor.choose(left) if left else []):
+        if executor.counts["steps"] >= steps and not (left or has_changed):
+            assert executor.busy
+            has_changed = True
+            change()
+    assert has_changed and not executor.busy
 
 
 def requests_for(model: Any, prompts: list[Any], rows: int = 16, **options: Any) -> list[Request]:
     """Each has other new tokens than the one before."""
-    seed = 3 if options.get("do_sample") else None
     return [
-        make(model, prompt, None, {"max_new_tokens": 6 + 5 * (n % 4), **options}, seed, rows)
+        make(
+            model, prompt, None, {"max_new_tokens": 6 + 5 * (n % 4), **options},
+            3 + n if options.get("do_sample") else None, rows,
+        )
         for n, prompt in enumerate(prompts)
-    ]
+    ]  # fmt: skip
 
 
 def assert_as_alone(model: Any, requests: list[Request], prompts: list[Any]) -> None:
@@ -121,3 +190,10 @@ def assert_as_alone(model: Any, requests: list[Request], prompts: list[Any]) -> 
         if request.seed is not None:
             torch.manual_seed(request.seed)
         assert torch.equal(request.future.result(0), alone(model, prompt, **request.options))
+
+
+def check(executor: ContinuousBatches, prompts: list[Any], at_once: int = 1, **options: Any) -> None:
+    """Runs a request for each prompt, and asserts that each gets what a call of its own gives."""
+    requests = requests_for(executor.model, prompts, **options)
+    run(executor, requests, at_once)
+    assert_as_alone(executor.model, requests, prompts)

@@ -15,7 +15,7 @@ from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request
 from tests.engine.adapters import FAMILIES, KINDS, LONG, OPTIONS, adapted, alone, config_of, draw, peft
-from tests.engine.conftest import PROMPTS, WAIT, run
+from tests.engine.conftest import PROMPTS, WAIT, requests_for, run, run_with_a_change
 from tests.equivalence.models import BY_NAME
 
 
@@ -24,13 +24,6 @@ def with_two(name: str = "llama", kind: str = "lora") -> Any:
     model.add_adapter("other", config_of(name, kind))
     draw(model, 2, ".other.")
     return model.eval()
-
-
-def requests_for(model: Any, count: int = len(PROMPTS), **options: Any) -> list[Request]:
-    """Each has other new tokens than the one before."""
-    seed = 3 if options.get("do_sample") else None
-    given = [{"max_new_tokens": 6 + 5 * (n % 4), **options} for n in range(count)]
-    return [make(model, prompt, None, each, seed, 16) for prompt, each in zip(PROMPTS, given, strict=False)]
 
 
 def assert_as_alone(model: Any, requests: list[Request]) -> None:
@@ -45,7 +38,8 @@ def assert_as_alone(model: Any, requests: list[Request]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_requests_come_one_by_one(name: str, kind: str, options: dict[str, Any]) -> None:
     model = adapted(name, kind)
-    executor, requests = ContinuousBatches(model, 3 * options.get("num_beams", 1)), requests_for(model, **options)
+    executor = ContinuousBatches(model, 3 * options.get("num_beams", 1))
+    requests = requests_for(model, PROMPTS, **options)
     run(executor, requests)
     assert_as_alone(model, requests)
     assert executor.has_slots and executor.counts["busy_row_steps"]
@@ -70,7 +64,7 @@ def test_models_that_peft_knows_no_task_of(kind: str) -> None:
     model = peft.get_peft_model(copy.deepcopy(BY_NAME["llama"].build()), config, mixed=kind == "PeftMixedModel").eval()
     assert type(model).__name__ == kind
     draw(model, 1)
-    executor, requests = ContinuousBatches(model, 8), requests_for(model)
+    executor, requests = ContinuousBatches(model, 8), requests_for(model, PROMPTS)
     run(executor, requests)
     assert_as_alone(model, requests)
     assert executor.counts["busy_row_steps"] and not executor.alone
@@ -106,33 +100,42 @@ def test_adapters_that_change_while_requests_are_in_slots(change: str, is_inside
     model = with_two()
     served = model.get_base_model() if is_inside else model
     fastgen.enable(captured_step="always")
-    executor, left = ContinuousBatches(served, 8), requests_for(served, 3, **LONG)
-    requests, has_changed = list(left), False
-    steps = executor.steps(lambda: executor.choose(left) if left else [])
-    for _ in steps:
-        if executor.counts["steps"] >= 12 and not (left or has_changed):
-            has_changed = True
-            assert executor.busy
-            CHANGES[change](model)
-    assert has_changed and executor.counts["repeated"]
+    executor, requests = ContinuousBatches(served, 8), requests_for(served, PROMPTS[:3], **LONG)
+    run_with_a_change(executor, requests, 12, lambda: CHANGES[change](model))
+    assert executor.counts["repeated"]
     assert_as_alone(model, requests)
 
 
-@pytest.mark.parametrize("kind", ["lora", "saved"])
-def test_a_request_with_an_adapter_that_fails(kind: str) -> None:
-    """It fails alone: peft leaves the hooks of a call that fails, and every later call would have that adapter."""
-    model = with_two(kind=kind)
-    before = alone(model, PROMPTS[0], **LONG)
+def _invoked() -> Any:
+    return adapted("llama", alora_invocation_tokens=[6, 7])
+
+
+@pytest.mark.parametrize(
+    ("make_model", "prompt", "other", "options"),
+    [
+        (with_two, PROMPTS[0], PROMPTS[0], {"adapter_names": ["other"]}),
+        (lambda: with_two(kind="saved"), PROMPTS[0], PROMPTS[0], {"adapter_names": ["other"]}),
+        (_invoked, [5, 6, 7, 8], [5, 6, 8, 7], {}),
+    ],
+    ids=["lora", "saved", "begins within the prompt"],
+)
+def test_a_request_with_an_adapter_that_fails(
+    make_model: Callable[[], Any], prompt: list[int], other: list[int], options: dict[str, Any]
+) -> None:
+    """It fails alone: peft leaves the hooks of a call that fails, and every later call would have that adapter, or
+    would have it begin there.
+    """
+    model = make_model()
+    before = alone(model, other, **LONG)
 
     def fails(ids: torch.Tensor, scores: torch.Tensor, **given: Any) -> torch.Tensor:
         raise RuntimeError("no more")
 
     with fastgen.Engine(model, slots=8) as engine:
-        named = engine.submit(PROMPTS[0], adapter_names=["other"], stopping_criteria=[fails], **LONG)
         with pytest.raises(RuntimeError, match="no more"):
-            named.result(WAIT)
-        assert torch.equal(engine.submit(PROMPTS[0], **LONG).result(WAIT), before)
-        assert engine.stats()["executor"] == "slots"
+            engine.submit(prompt, stopping_criteria=[fails], **options, **LONG).result(WAIT)
+        assert torch.equal(engine.submit(other, **LONG).result(WAIT), before)
+        assert engine.stats()["executor"] == ("slots" if options else "static batches")
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -155,28 +158,13 @@ def test_learned_prompts_have_calls_of_their_own(name: str, kind: str) -> None:
 
 
 def test_adapters_that_begin_within_the_prompt() -> None:
-    model = adapted("llama", alora_invocation_tokens=[6, 7])
+    model = _invoked()
     expected, without = (alone(model, prompt, **LONG) for prompt in ([5, 6, 7, 8], [5, 6, 8, 7]))
     with fastgen.Engine(model) as engine:
         found = engine.generate([[5, 6, 7, 8], [5, 6, 8, 7]], **LONG)
         (reason,) = engine.stats()["alone"]
     assert "alora_invocation_tokens" in reason
     assert torch.equal(found[0], expected) and torch.equal(found[1], without)
-
-
-def test_a_request_fails_whose_adapter_begins_within_the_prompt() -> None:
-    """peft leaves the hooks that say where, and every later call would begin there."""
-    model = adapted("llama", alora_invocation_tokens=[6, 7])
-    before = alone(model, [5, 6, 8, 7], **LONG)
-
-    def fails(ids: torch.Tensor, scores: torch.Tensor, **given: Any) -> torch.Tensor:
-        raise RuntimeError("no more")
-
-    with fastgen.Engine(model) as engine:
-        with pytest.raises(RuntimeError, match="no more"):
-            engine.submit([5, 6, 7, 8], stopping_criteria=[fails], **LONG).result(WAIT)
-        assert torch.equal(engine.submit([5, 6, 8, 7], **LONG).result(WAIT), before)
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_generation_config_of_its_own() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +21,8 @@ from fastgen.optimizer.transformers.captured.forms import FormProcessor
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.conftest import ROOT
-from tests.engine.conftest import PROMPTS, StopsAt, alone, assert_as_alone, both_kinds, run
+from tests.engine import conftest
+from tests.engine.conftest import PROMPTS, StopsAt, Streamer, alone, assert_as_alone, both_kinds, coming, run
 from tests.equivalence.models import BY_NAME
 from tests.equivalence.others import KNOWN
 
@@ -44,23 +44,16 @@ def captures_at_once(enabled: None) -> None:
     fastgen.enable(captured_step="always")
 
 
-def _coming(executor: ContinuousBatches, requests: list[Request], at_once: int) -> Callable[[], list[Request]]:
-    """What gives an executor so many of these requests more, each time that it asks."""
-    left = list(requests)
-
-    def more() -> list[Request]:
-        come, left[:] = left[:at_once], left[at_once:]
-        chosen = executor.choose(come) if come else []
-        left[:0] = come
-        return chosen
-
-    return more
-
-
 def requests_for(model: Any, prompts: list[Any], **options: Any) -> list[Request]:
-    seeds = range(3, 99) if options.get("do_sample") else [None] * len(prompts)
-    given = zip(prompts, seeds, strict=False)
-    return [make(model, prompt, None, {"max_new_tokens": 40, **options}, seed, 32) for prompt, seed in given]
+    return conftest.requests_for(model, prompts, 32, **{"max_new_tokens": 40, **options})
+
+
+def drafts_as_alone(model: Any, prompts: list[Any], at_once: int = 1, **options: Any) -> ContinuousBatches:
+    """Runs requests with drafts, and asserts that each gets what a call of its own gives."""
+    executor, requests = ContinuousBatches(model, 32, lookup=6), requests_for(model, prompts, **options)
+    run(executor, requests, at_once)
+    assert_as_alone(model, requests, prompts)
+    return executor
 
 
 @pytest.mark.sampled(3, each=("name", "options"))
@@ -68,11 +61,8 @@ def requests_for(model: Any, prompts: list[Any], **options: Any) -> list[Request
 @pytest.mark.parametrize("name", MODELS.split())
 def test_tokens_are_those_without_drafts(name: str, options: dict[str, Any]) -> None:
     model = KNOWN[name].build()
-    executor = ContinuousBatches(model, 32, lookup=6)
-    requests = requests_for(model, REPEATING, **options)
-    run(executor, requests, at_once=2)
+    executor = drafts_as_alone(model, REPEATING, at_once=2, **options)
     assert (graph_cache._models[model].shares_kv is False) is (name == "bloom")
-    assert_as_alone(model, requests, REPEATING)
     assert not executor.alone or name == "bloom"
     assert executor.counts["drafted_tokens"] > 0 or name not in ("llama", "bart", "gpt2") or options
 
@@ -102,10 +92,7 @@ def test_the_option_of_a_request_and_that_of_the_engine(llama: Any) -> None:
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 7])
 def test_no_more_tokens_than_there_may_be(llama: Any, new_tokens: int) -> None:
-    executor = ContinuousBatches(llama, 32, lookup=6)
-    requests = requests_for(llama, REPEATING, max_new_tokens=new_tokens)
-    run(executor, requests, at_once=8)
-    assert_as_alone(llama, requests, REPEATING)
+    drafts_as_alone(llama, REPEATING, at_once=8, max_new_tokens=new_tokens)
 
 
 def test_a_token_that_ends_a_sequence(llama: Any) -> None:
@@ -114,33 +101,18 @@ def test_a_token_that_ends_a_sequence(llama: Any) -> None:
     (whole,) = requests_for(llama, [prompt])
     run(ContinuousBatches(llama, 32), [whole])
     for end in sorted(set(whole.future.result(0)[0, len(prompt) :].tolist())):
-        requests = requests_for(llama, [prompt], eos_token_id=end, pad_token_id=0)
-        run(ContinuousBatches(llama, 32, lookup=6), requests)
-        assert_as_alone(llama, requests, [prompt])
-
-
-class _Streamer:
-    def __init__(self) -> None:
-        self.put_in: list[list[int]] = []
-        self.has_ended = False
-
-    def put(self, tokens: torch.Tensor) -> None:
-        assert not self.has_ended
-        self.put_in.append(tokens.flatten().tolist())
-
-    def end(self) -> None:
-        self.has_ended = True
+        drafts_as_alone(llama, [prompt], eos_token_id=end, pad_token_id=0)
 
 
 def test_streams_get_each_token_once(llama: Any) -> None:
-    executor, streamers = ContinuousBatches(llama, 32, lookup=6), [_Streamer() for _ in REPEATING]
+    executor, streamers = ContinuousBatches(llama, 32, lookup=6), [Streamer() for _ in REPEATING]
     given = zip(REPEATING, streamers, strict=True)
     requests = [make(llama, each, None, {"max_new_tokens": 40, "streamer": to}, None, 32) for each, to in given]
     run(executor, requests, at_once=3)
     assert executor.counts["accepted_tokens"] > 0
     for request, streamer in zip(requests, streamers, strict=True):
-        prompt, *tokens = streamer.put_in
-        assert streamer.has_ended and all(len(each) == 1 for each in tokens)
+        prompt, *tokens = streamer.heard
+        assert streamer.is_over and all(len(each) == 1 for each in tokens)
         assert [*prompt, *(token for each in tokens for token in each)] == request.future.result(0)[0].tolist()
 
 
@@ -193,14 +165,16 @@ def test_full_slots_verify_nothing(llama: Any) -> None:
     assert_as_alone(llama, requests, [[5, 6, 7] * 5] * 4)
 
 
-def test_a_model_whose_attention_cannot_share() -> None:
-    """The request that finds it out runs all the same, and those behind it are in slots, without drafts."""
+@pytest.fixture
+def eager() -> Any:
+    """A model whose attention cannot share what is stored."""
     model = BY_NAME["llama"].build()
-    model = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="eager").eval()
-    executor = ContinuousBatches(model, 32, lookup=6)
-    requests = requests_for(model, REPEATING)
-    run(executor, requests)
-    assert_as_alone(model, requests, REPEATING)
+    return type(model)._from_config(copy.deepcopy(model.config), attn_implementation="eager").eval()
+
+
+def test_a_model_whose_attention_cannot_share(eager: Any) -> None:
+    """The request that finds it out runs all the same, and those behind it are in slots, without drafts."""
+    executor = drafts_as_alone(eager, REPEATING)
     assert executor.counts["steps"] > 0 and executor.counts["drafted_tokens"] == 0
     assert sum(executor.alone.values()) <= 1
 
@@ -227,7 +201,7 @@ def test_no_request_leaves_for_want_of_room_for_drafts(llama: Any) -> None:
     preempted = []
     for lookup in (0, 15):
         executor = ContinuousBatches(llama, 32, cache_bytes=int(probe.stats()["kv_bytes"] * 0.4), lookup=lookup)
-        steps = executor.steps(_coming(executor, requests_for(llama, prompts, **options), 4))
+        steps = executor.steps(coming(executor, requests_for(llama, prompts, **options), 4))
         assert all(executor.counts["preempted"] < 100 for _ in steps)
         preempted.append(executor.counts["preempted"])
     assert preempted[1] <= preempted[0] + len(prompts)
@@ -284,7 +258,7 @@ def test_forms(options: dict[str, Any]) -> None:
 def test_requests_that_are_cancelled_beside_others(llama: Any) -> None:
     executor = ContinuousBatches(llama, 32, lookup=6)
     requests = requests_for(llama, REPEATING * 2, max_new_tokens=60, min_new_tokens=60)
-    for _ in executor.steps(_coming(executor, requests, 2)):
+    for _ in executor.steps(coming(executor, requests, 2)):
         if executor.counts["steps"] > 2:
             requests[1].future.cancel()
     kept = [at for at in range(len(requests)) if at != 1]
@@ -374,13 +348,11 @@ def test_what_tokens_are_drawn_with_has_a_type_of_its_own(llama: Any) -> None:
     assert torch.equal(*found)
 
 
-def test_a_model_whose_attention_cannot_share_beside_code_of_the_users() -> None:
+def test_a_model_whose_attention_cannot_share_beside_code_of_the_users(eager: Any) -> None:
     """The request that finds it out ends none that must not begin again."""
-    model = BY_NAME["llama"].build()
-    model = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="eager").eval()
-    executor, options = ContinuousBatches(model, 32, lookup=6), {"max_new_tokens": 40, "eos_token_id": None}
-    own = make(model, REPEATING[0], None, {**options, "stopping_criteria": [StopsAt(99)]}, None, 32)
-    requests = requests_for(model, REPEATING[1:4], eos_token_id=None)
+    executor, options = ContinuousBatches(eager, 32, lookup=6), {"max_new_tokens": 40, "eos_token_id": None}
+    own = make(eager, REPEATING[0], None, {**options, "stopping_criteria": [StopsAt(99)]}, None, 32)
+    requests = requests_for(eager, REPEATING[1:4], eos_token_id=None)
     run(executor, [own, *requests])
-    assert_as_alone(model, [own, *requests], REPEATING[:4])
-    assert not executor.counts["repeated"] and graph_cache._models[model].shares_kv is False
+    assert_as_alone(eager, [own, *requests], REPEATING[:4])
+    assert not executor.counts["repeated"] and graph_cache._models[eager].shares_kv is False

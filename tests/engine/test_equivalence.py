@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 import fastgen
-from tests.engine.conftest import PROMPTS, alone, assert_alone, both_kinds
+from tests.engine.conftest import PROMPTS, Bans, alone, assert_alone, both_kinds
 from tests.equivalence.models import BY_NAME, EOS, PAD
 
 # With these each request has a prefill of its own.
@@ -104,18 +104,6 @@ def test_a_seed_leaves_the_state_of_the_generator(llama: Any) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-class Watching:
-    """A processor of a user's: bans a token, and keeps what it has seen."""
-
-    def __init__(self, banned: int) -> None:
-        self.banned, self.seen = banned, list[Any]()
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(input_ids.tolist())
-        scores[:, self.banned] = -torch.inf
-        return scores
-
-
 @both_kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_processors_and_criteria_see_their_own_rows(model: Any, options: dict[str, Any]) -> None:
@@ -123,14 +111,14 @@ def test_processors_and_criteria_see_their_own_rows(model: Any, options: dict[st
         return (input_ids == 20).any(dim=1)
 
     with fastgen.Engine(model) as engine:
-        watching = [Watching(banned) for banned in range(len(PROMPTS))]
+        watching = [Bans(banned) for banned in range(len(PROMPTS))]
         futures = [
             engine.submit(prompt, logits_processor=[each], stopping_criteria=[at_twenty], **options)
             for prompt, each in zip(PROMPTS, watching, strict=True)
         ]
         plain = [engine.submit(prompt, **options) for prompt in PROMPTS]
         for prompt, each, future in zip(PROMPTS, watching, futures, strict=True):
-            other = Watching(each.banned)
+            other = Bans(each.token)
             expected = alone(model, prompt, logits_processor=[other], stopping_criteria=[at_twenty], **options)
             assert torch.equal(future.result(), expected)
             assert each.seen == other.seen

@@ -6,14 +6,13 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 from fastgen.engine import continuous
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.foreground import turns
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request
-from tests.engine.conftest import PROMPTS, assert_alone
+from tests.engine.conftest import PROMPTS, assert_alone, raising
 from tests.equivalence.models import BY_NAME
 
 
@@ -73,10 +72,7 @@ def test_the_order_does_not_depend_on_when_turns_end(monkeypatch: pytest.MonkeyP
 
 
 def test_an_interrupt_is_raised(llama: Any) -> None:
-    def interrupts(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    made = _made(llama, PROMPTS[:2], max_new_tokens=2, logits_processor=[interrupts])
+    made = _made(llama, PROMPTS[:2], max_new_tokens=2, logits_processor=[raising(KeyboardInterrupt())])
     with pytest.raises(KeyboardInterrupt):
         list(turns(ContinuousBatches(llama, 8, max_stall=None), made))
     assert not made[1].future.done()

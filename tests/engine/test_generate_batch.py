@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import fastgen
 from fastgen.engine.generate_batch import generate_batch as hook
-from tests.engine.conftest import PROMPTS, alone, both_kinds
+from tests.engine.conftest import PROMPTS, alone, both_kinds, raising
 from tests.equivalence.models import BY_NAME, EOS, PAD
 
 ENTRY_POINT = "transformers.generate_batch"
@@ -129,11 +129,9 @@ def test_refused() -> None:
 
 
 def test_an_interrupt_ends_the_call() -> None:
-    def interrupts(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise KeyboardInterrupt
-
+    model, interrupts = BY_NAME["llama"].build(), [raising(KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
-        BY_NAME["llama"].build().generate_batch(PROMPTS, max_new_tokens=5, logits_processor=[interrupts])
+        model.generate_batch(PROMPTS, max_new_tokens=5, logits_processor=interrupts)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def gpt2() -> tuple[Any, Any]:
     )
 
 
+def alone(model: Any, tokenizer: Any, text: str, form: Grammar | None, **options: Any) -> torch.Tensor:
+    """What a call of `generate` for this text alone gives."""
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    found: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(form))
+    return found
+
+
 def generated(model: Any, tokenizer: Any, grammar: Grammar, texts: list[str], **options: Any) -> list[str]:
     """What follows the prompts, with FastGen; the library's tokens are the same."""
     tokenizer.padding_side = "left"
@@ -55,7 +62,7 @@ def generated(model: Any, tokenizer: Any, grammar: Grammar, texts: list[str], **
 
     def call() -> torch.Tensor:
         torch.manual_seed(3)
-        made: torch.Tensor = model.generate(**inputs, logits_processor=[grammar.processor()], **options)
+        made: torch.Tensor = model.generate(**inputs, **_with(grammar), **options)
         return made
 
     found = call()
@@ -226,11 +233,11 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED.keys())
-@pytest.mark.parametrize(("kind", "at_once"), [("gpt2", 1), ("gpt2", 6), ("bart", 6)])
-def test_in_slots(
-    kind: str, at_once: int, options: dict[str, Any], gpt2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "at_once", "name"),
+    [*(("gpt2", 1, name) for name in SHARED), *(("bart", 6, name) for name in SHARED), ("gpt2", 6, "greedy")],
+)
+def test_in_slots(kind: str, at_once: int, name: str, gpt2: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with forms of their own share a step with others, and are as calls of their own: whatever lengths they
     have, so that they change their places, and in whatever order they come.
     """
@@ -250,13 +257,12 @@ def test_in_slots(
     schema, digits = Grammar(tokenizer, json_schema=SCHEMA), Grammar(tokenizer, regex="[0-9]{3}|[a-z ]{9}")
     forms = [None, schema, digits, None, digits, schema]
     texts = [TEXT, "the king", "thou", "and they went forth to go into the land of canaan", "so", "behold"]
-    options = {"max_new_tokens": 30, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 0, **options}
+    options = {"max_new_tokens": 30, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 0, **SHARED[name]}
     drawn = options["do_sample"]
     expected = list[torch.Tensor]()
     for number, (text, form) in enumerate(zip(texts, forms, strict=True)):
         torch.manual_seed(number)
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(form)))
+        expected.append(alone(model, tokenizer, text, form, **options))
     for _ in range(2):  # then in a step that others have left
         requests = [
             make(model, tokenizer(text)["input_ids"], None, {**options, **_with(form)}, number if drawn else None, 6)
@@ -266,7 +272,7 @@ def test_in_slots(
         run(executor, requests, at_once)
         assert all(torch.equal(each.future.result(60), own) for each, own in zip(requests, expected, strict=True))
         assert not executor.alone and executor.counts["repeated"] == 0
-    if at_once > 1 and options == {"max_new_tokens": 30, "do_sample": False, "num_beams": 1, "no_repeat_ngram_size": 0}:
+    if at_once > 1 and name == "greedy":
         assert executor.counts["batches"] < len(requests)
 
 
@@ -283,8 +289,7 @@ def test_what_others_force_in_slots(gpt2: tuple[Any, Any], first: int) -> None:
     run(executor, requests, 4)
     assert executor.counts["steps"] < 2 * 13, "they share them"
     for own, request in zip(given, requests, strict=True):
-        expected = model.generate(torch.tensor([ids]), **options | own | _with(form))
-        assert torch.equal(request.future.result(60), expected), own
+        assert torch.equal(request.future.result(60), alone(model, tokenizer, TEXT, form, **options | own)), own
 
 
 @pytest.mark.parametrize("captured", ["auto", "never"])
@@ -292,12 +297,12 @@ def test_one_processor_for_all(gpt2: tuple[Any, Any], captured: str) -> None:
     """Each input begins the form, also where a batch has one processor, and whatever runs meanwhile."""
     model, tokenizer = gpt2
     form = Grammar(tokenizer, regex="[0-9]{3}|[a-z ]{9}")
-    inputs = [tokenizer(text)["input_ids"] for text in (TEXT, "the king", "thou", "and they went forth to go")]
-    options = {"max_new_tokens": 20, "do_sample": False}
+    texts, options = [TEXT, "the king", "thou", "and they went forth to go"], {"max_new_tokens": 20, "do_sample": False}
+    inputs = [tokenizer(text)["input_ids"] for text in texts]
     with settings.changed(captured_step=captured):
-        found = model.generate_batch(inputs, **options, logits_processor=[form.processor()])
-    for ids, output in zip(inputs, found.values(), strict=True):
-        expected = model.generate(torch.tensor([ids]), **options, **_with(form))
+        found = model.generate_batch(inputs, **options, **_with(form))
+    for text, ids, output in zip(texts, inputs, found.values(), strict=True):
+        expected = alone(model, tokenizer, text, form, **options)
         assert output.generated_tokens == expected[0, len(ids) :].tolist()
 
 
@@ -328,9 +333,7 @@ def test_slots_that_begin_again(gpt2: tuple[Any, Any]) -> None:
         budget = executor.stats()["kv_bytes"] // 2
     assert executor.counts["preempted"] > 0
     for text, request in zip(texts, requests, strict=True):
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(grammar))
-        assert torch.equal(request.future.result(60), expected)
+        assert torch.equal(request.future.result(60), alone(model, tokenizer, text, grammar, **options))
 
 
 def test_other_processors_beside_a_form(gpt2: tuple[Any, Any]) -> None:
@@ -343,13 +346,12 @@ def test_other_processors_beside_a_form(gpt2: tuple[Any, Any]) -> None:
         return scores
 
     grammar, options = Grammar(tokenizer, json_schema=SCHEMA), {"max_new_tokens": 40, "num_beams": 1}
-    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **_with(grammar))
+    ids, expected = tokenizer(TEXT)["input_ids"], alone(model, tokenizer, TEXT, grammar, **options)
     with Engine(model, slots=4) as engine:
-        future = engine.submit(ids[0].tolist(), **options, logits_processor=[note, grammar.processor()])
-        beside = engine.submit(ids[0].tolist(), **options, **_with(grammar))
+        future = engine.submit(ids, **options, logits_processor=[note, grammar.processor()])
+        beside = engine.submit(ids, **options, **_with(grammar))
         assert torch.equal(future.result(60), expected) and torch.equal(beside.result(60), expected)
-    assert seen == list(range(ids.shape[1], expected.shape[1]))
+    assert seen == list(range(len(ids), expected.shape[1]))
 
 
 class _Emptied(dict[Any, Any]):

@@ -11,23 +11,13 @@ import pytest
 import torch
 
 import fastgen
-from tests.engine.conftest import PROMPTS, WAIT, alone
+from tests.engine.conftest import PROMPTS, WAIT, alone, raising
 from tests.equivalence.models import BY_NAME
 
 KINDS: list[dict[str, Any]] = [
     {}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2, "length_penalty": 2.0}, {"do_sample": True},
     {"repetition_penalty": 1.3, "min_new_tokens": 4},
 ]  # fmt: skip
-
-
-class _Raises:
-    def __init__(self, error: type[Exception]) -> None:
-        self.error = error
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] % 5 == 0:
-            raise self.error("of the user's")
-        return scores
 
 
 def _expected(model: Any) -> dict[tuple[int, int], Any]:
@@ -59,7 +49,8 @@ def test_many_threads(name: str, count: int) -> None:
             fate = "out of memory" if number == count // 2 else draw.choices(["", "cancel", "raise"], [85, 10, 5])[0]
             options = dict(KINDS[kind], max_new_tokens=12, seed=7 if KINDS[kind].get("do_sample") else None)
             if fate in ("raise", "out of memory"):
-                options["logits_processor"] = [_Raises(MemoryError if fate == "out of memory" else LookupError)]
+                error = MemoryError() if fate == "out of memory" else LookupError()
+                options["logits_processor"] = [raising(error, every=5)]
             future = engine.submit(PROMPTS[prompt], **options)
             if fate == "cancel":
                 future.cancel()

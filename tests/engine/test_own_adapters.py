@@ -18,12 +18,14 @@ from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.adapters import FAMILIES, LONG, OPTIONS, adapted, alone, config_of, draw, peft
-from tests.engine.conftest import PROMPTS, WAIT, Gate, run
+from tests.engine.conftest import PROMPTS, WAIT, Gate, run, run_with_a_change
 from tests.equivalence.models import BY_NAME
+from tests.noting import noted
 
 FAMILIES_AND_CONV1D = [*FAMILIES, "gpt2"]
 # None: a request without one of its own.
 NAMES = ["one", "two", "three", "__base__", None, "default"]
+STEPS = LONG["max_new_tokens"] - 1
 
 
 def with_three(name: str = "llama", kind: str = "lora", **options: Any) -> Any:
@@ -83,6 +85,20 @@ def assert_shared(executor: ContinuousBatches, most_steps: int) -> None:
     assert 0 < executor.counts["steps"] <= most_steps
 
 
+def check(
+    executor: ContinuousBatches,
+    names: Sequence[str | None],
+    prompts: Sequence[list[int]] = PROMPTS,
+    at_once: int = 1,
+    **options: Any,
+) -> list[Request]:
+    """Runs a request of each adapter, and asserts that it gets what the adapter gives."""
+    requests = requests_for(executor.model, names, prompts, **options)
+    run(executor, requests, at_once)
+    assert_theirs(executor.model, requests, names, prompts, **options)
+    return requests
+
+
 @pytest.mark.sampled(6, each=("name", "options"))
 @pytest.mark.parametrize("captured_step", ["auto", "always"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -90,27 +106,22 @@ def assert_shared(executor: ContinuousBatches, most_steps: int) -> None:
 def test_requests_of_all_adapters_share_a_step(name: str, options: dict[str, Any], captured_step: str) -> None:
     fastgen.enable(captured_step=captured_step)
     model = with_three(name)
-    executor, requests = ContinuousBatches(model, 32), requests_for(model, NAMES, **options)
-    run(executor, requests)
-    assert_theirs(model, requests, NAMES, **options)
+    executor = ContinuousBatches(model, 32)
+    requests = check(executor, NAMES, **options)
     for request, adapter, prompt in zip(requests, NAMES, PROMPTS, strict=True):
         with active(model, adapter):  # the other way in which peft has one
             assert torch.equal(request.future.result(0), alone(model, prompt, request.seed, **{**LONG, **options}))
-    assert len({tuple(request.future.result(0).flatten().tolist()[-40:]) for request in requests}) > 4
-    assert_shared(executor, 39 + len(NAMES))
+    assert len({tuple(request.future.result(0).flatten().tolist()[-24:]) for request in requests}) > 4
+    assert_shared(executor, STEPS + len(NAMES))
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_requests_of_an_adapter_share_prefills(name: str) -> None:
     """Of several lengths, so that there is padding."""
     model, names, prompts = with_three(name), NAMES[:3] * 6, [each for each in PROMPTS for _ in range(3)]
-    executor, requests = ContinuousBatches(model, 32), requests_for(model, names, prompts, max_new_tokens=12)
-    run(executor, requests, at_once=32)
-    again = requests_for(model, names, prompts, max_new_tokens=12)
-    run(executor, again, at_once=32)
-    assert_theirs(model, requests, names, prompts, max_new_tokens=12)
-    for one, other in zip(requests, again, strict=True):
-        assert torch.equal(one.future.result(0), other.future.result(0))
+    executor = ContinuousBatches(model, 32)
+    run(executor, requests_for(model, names, prompts, max_new_tokens=12), at_once=32)
+    check(executor, names, prompts, at_once=32, max_new_tokens=12)
     assert executor.counts["batches"] <= 2 * 3 * 3 and executor.counts["busy_row_steps"] and not executor.alone
 
 
@@ -119,10 +130,9 @@ def test_requests_of_an_adapter_share_prefills(name: str) -> None:
 def test_rows_take_their_adapters_along(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """When others leave, when the step grows, and when an adapter comes that it has not served."""
     fastgen.enable(captured_step="always")
-    model, moved, moves = with_three(name), list[int](), DecodeStep.move
-    monkeypatch.setattr(DecodeStep, "move", lambda step, *places: (moved.append(1), moves(step, *places))[1])
+    model, moved = with_three(name), noted(monkeypatch, DecodeStep, "move")
     names = ["one", "two", None, "__base__", "one", "three", "two", "default", None, "three", "two", "one"]
-    lengths, prompts = [9, 30, 14, 40, 12, 33, 8, 20, 40, 15, 25, 40], PROMPTS * 2
+    lengths, prompts = [9, 18, 12, 24, 10, 20, 8, 14, 24, 11, 16, 24], PROMPTS * 2
     each = [{**options, "max_new_tokens": length} for length in lengths]
     executor = ContinuousBatches(model, 16)
     requests = [
@@ -151,7 +161,7 @@ def test_an_adapter_comes_in_the_middle() -> None:
     for _ in executor.steps(more):
         pass
     assert_theirs(model, [*first, *second], ["one", None, "two", "__base__"])
-    assert_shared(executor, 12 + 39 + 2)
+    assert_shared(executor, 12 + STEPS + 2)
 
 
 def test_a_request_is_cancelled_beside_others_of_other_adapters(gate: Gate) -> None:
@@ -173,16 +183,11 @@ def test_an_adapter_is_deleted_in_the_middle() -> None:
     model = with_three()
     executor, names = ContinuousBatches(model, 8), ["one", "two", None]
     requests = requests_for(model, names)
-    left, is_deleted = list(requests), False
-    for _ in executor.steps(lambda: executor.choose(left) if left else []):
-        if executor.counts["steps"] >= 12 and not (left or is_deleted):
-            is_deleted = True
-            model.delete_adapter("two")
-    assert is_deleted
+    run_with_a_change(executor, requests, 12, lambda: model.delete_adapter("two"))
     with pytest.raises(ValueError, match="non-existing adapter"):
         requests[1].future.result(0)
     for at in (0, 2):
-        assert torch.equal(requests[at].future.result(0), alone(model, PROMPTS[at], **LONG, **of_its_own(names[at])))
+        assert_theirs(model, [requests[at]], [names[at]], [PROMPTS[at]])
 
 
 @pytest.mark.parametrize("max_stall", [1.0, 0.0])
@@ -192,17 +197,13 @@ def test_beginnings_are_those_of_an_adapter(max_stall: float) -> None:
     names = ["one", "two", None, "__base__"] * 2
     prompts = [[*beginning, 20 + number, 7] for number in range(len(names))]
     executor = ContinuousBatches(model, 8, max_stall=max_stall)
-    requests = requests_for(model, names, prompts, max_new_tokens=12)
-    run(executor, requests)
-    assert_theirs(model, requests, names, prompts, max_new_tokens=12)
+    check(executor, names, prompts, max_new_tokens=12)
     assert executor.stats()["shared_positions"] == 4 * 96
 
 
 def test_sources_are_those_of_an_adapter() -> None:
-    model, names, prompts = with_three("bart"), ["one", "two", None] * 2, [PROMPTS[1]] * 6
-    executor, requests = ContinuousBatches(model, 8), requests_for(model, ["one", "two", None] * 2, prompts)
-    run(executor, requests)
-    assert_theirs(model, requests, names, prompts)
+    executor = ContinuousBatches(with_three("bart"), 8)
+    check(executor, ["one", "two", None] * 2, [PROMPTS[1]] * 6)
     assert executor.stats()["shared_sources"] == 3
 
 
@@ -211,39 +212,29 @@ def test_two_engines() -> None:
     model = with_three()
     with fastgen.Engine(model, slots=8) as one, fastgen.Engine(model, slots=4) as other:
         futures = [
-            (name, prompt, engine.submit(prompt, **of_its_own(name), **LONG))
-            for name, prompt in zip(NAMES, PROMPTS, strict=True)
+            [engine.submit(prompt, **of_its_own(name), **LONG) for name, prompt in zip(NAMES, PROMPTS, strict=True)]
             for engine in (one, other)
         ]
-        found = [(name, prompt, future.result(WAIT)) for name, prompt, future in futures]
+        found = [[future.result(WAIT) for future in each] for each in futures]
         assert not (one.stats()["alone"] or other.stats()["alone"])
-    for name, prompt, result in found:
-        assert torch.equal(result, alone(model, prompt, **of_its_own(name), **LONG))
+    for name, prompt, *results in zip(NAMES, PROMPTS, *found, strict=True):
+        expected = alone(model, prompt, **of_its_own(name), **LONG)
+        assert all(torch.equal(result, expected) for result in results)
 
 
 def test_more_adapters_than_a_step_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have steps in turn, each with those that came together first, whatever mixtures come later."""
-    model, seen, enter = with_three(), set[Any](), Slots._enter
+    model, seen = with_three(), noted(monkeypatch, Slots, "_enter", lambda slots, *given: slots._key.adapters)
     names = [f"number {number}" for number in range(11)]
     for seed, name in enumerate(names):
         model.add_adapter(name, config_of("llama"))
         draw(model, 20 + seed, f".{name}.")
     model.eval()
-
-    def noted(slots: Slots, *given: Any) -> None:
-        seen.add(slots._key.adapters)
-        enter(slots, *given)
-
-    monkeypatch.setattr(Slots, "_enter", noted)
     executor, prompts = ContinuousBatches(model, 16), [PROMPTS[n % 6] for n in range(len(names))]
     for order in (names, names[::-1], [*names[5:], *names[:5]]):
-        requests = requests_for(model, order, prompts, max_new_tokens=12)
-        run(executor, requests)
-        for request, name, prompt in zip(requests, order, prompts, strict=True):
-            expected = alone(model, prompt, **{**LONG, "max_new_tokens": 12}, **of_its_own(name))
-            assert torch.equal(request.future.result(0), expected)
+        check(executor, order, prompts, max_new_tokens=12)
     assert not executor.alone and max(map(len, seen)) == 8
-    assert len(seen) == 11, "one for each that has come for the first time"
+    assert len(set(seen)) == 11, "one for each that has come for the first time"
 
 
 @pytest.mark.parametrize("captured_step", ["never", "auto"])
@@ -281,7 +272,7 @@ def test_an_adapter_that_is_not_a_number_changes_no_other_row() -> None:
     executor, requests = ContinuousBatches(model, 8), requests_for(model, [*names, "three"])
     run(executor, requests)
     assert_theirs(model, requests[:4], names)
-    assert_shared(executor, 39 + 5)
+    assert_shared(executor, STEPS + 5)
 
 
 def test_code_of_the_users_and_scores() -> None:
@@ -311,10 +302,8 @@ def test_code_of_the_users_and_scores() -> None:
 def test_guidance_runs_the_model_with_the_adapter_of_the_request(name: str) -> None:
     """In each step, between those of all."""
     options: dict[str, Any] = {"guidance_scale": 1.5, "max_new_tokens": 12}
-    model = with_three(name)
-    executor, requests = ContinuousBatches(model, 32), requests_for(model, NAMES, **options)
-    run(executor, requests)
-    assert_theirs(model, requests, NAMES, **options)
+    executor = ContinuousBatches(with_three(name), 32)
+    check(executor, NAMES, **options)
     assert executor.counts["busy_row_steps"] and not executor.counts["repeated"]
 
 
@@ -329,21 +318,17 @@ def test_adapters_of_other_ranks_scales_and_layers() -> None:
         model.add_adapter(adapter, config)
         draw(model, 40 + seed, f".{adapter}.")
     model.eval()
-    executor, requests = ContinuousBatches(model, 8), requests_for(model, NAMES)
-    run(executor, requests)
-    assert_theirs(model, requests, NAMES)
-    assert_shared(executor, 39 + len(NAMES))
+    executor = ContinuousBatches(model, 8)
+    check(executor, NAMES)
+    assert_shared(executor, STEPS + len(NAMES))
 
 
 def test_several_active_adapters_beside_one() -> None:
     model = with_three()
     model.base_model.set_adapter(["default", "one"])
-    executor, names = ContinuousBatches(model, 8), [None, "two", "default"]
-    requests = requests_for(model, names)
-    run(executor, requests)
-    for request, name, prompt in zip(requests, names, PROMPTS, strict=False):
-        assert torch.equal(request.future.result(0), alone(model, prompt, **LONG, **of_its_own(name)))
-    assert_shared(executor, 39 + 3)
+    executor = ContinuousBatches(model, 8)
+    check(executor, [None, "two", "default"])
+    assert_shared(executor, STEPS + 3)
 
 
 def test_other_models_have_their_own_adapters() -> None:

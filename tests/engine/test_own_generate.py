@@ -6,19 +6,19 @@ import copy
 import gc
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.foreground import turns
 from fastgen.engine.options import make, make_inner
-from tests.engine.conftest import WAIT, Gate, assert_alone
+from tests.engine.conftest import WAIT, Bans, Gate, Streamer, assert_alone, raising
 from tests.equivalence.composites import MODELS, build
 from tests.equivalence.models import BY_NAME
 
@@ -112,28 +112,6 @@ def test_seeds_and_what_changes_the_model_run_alone(whisper: Any) -> None:
     assert torch.equal(twice, whisper.generate(**copy.deepcopy(SHORT[0]), num_return_sequences=2, num_beams=2))
 
 
-class _Bans(LogitsProcessor):
-    def __init__(self, token: int, fails_at: int | None = None) -> None:
-        self.token, self.fails_at, self.shapes = token, fails_at, list[tuple[int, ...]]()
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.shapes.append(tuple(input_ids.shape))
-        if len(self.shapes) == self.fails_at:
-            raise LookupError("as planned")
-        return scores.index_fill(1, torch.tensor([self.token]), -torch.inf)
-
-
-class _Tokens(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens, self.is_over = list[int](), False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.is_over = True
-
-
 def test_a_part_of_the_model_generates() -> None:
     """Its requests have seeds and code of their own, and one with more rows than the engine has runs alone."""
     make_model, inputs = MODELS["blip 2 with opt"]
@@ -141,13 +119,13 @@ def test_a_part_of_the_model_generates() -> None:
     banned, drawn = int(model.generate(**copy.deepcopy(given))[0, -1]), {"do_sample": True, "temperature": 2.0}
     options: list[dict[str, Any]] = [
         {}, {**drawn, "seed": 5}, {**drawn, "seed": 6, "num_return_sequences": 2},
-        {"logits_processor": [_Bans(banned)]}, {"streamer": _Tokens()}, {**drawn, "num_beams": 9, "seed": 7},
+        {"logits_processor": [Bans(banned)]}, {"streamer": Streamer()}, {**drawn, "num_beams": 9, "seed": 7},
     ]  # fmt: skip
     with fastgen.Engine(model, slots=8) as engine, engine.paused():
         waiting = [engine.submit(given, **each) for each in options]
-        failed = engine.submit(given, logits_processor=[_Bans(banned, fails_at=3)])
+        failed = engine.submit(given, logits_processor=[Bans(banned, fails_at=3)])
     results, streamed = [each.result(WAIT) for each in waiting], options[4].pop("streamer")
-    with pytest.raises(LookupError, match="as planned"):
+    with pytest.raises(LookupError, match="of the user's"):
         failed.result(WAIT)
     stats = engine.stats()
     assert stats["alone"] == {"Blip2ForConditionalGeneration has a generate of its own": 1}
@@ -155,28 +133,28 @@ def test_a_part_of_the_model_generates() -> None:
     for each, result in zip(options, results, strict=True):
         torch.manual_seed(each.pop("seed", 0))
         assert_alone(model, [given], [result], **each)
-    model.generate(**copy.deepcopy(given), streamer=(alike := _Tokens()))
-    assert streamed.tokens == alike.tokens and streamed.is_over
+    model.generate(**copy.deepcopy(given), streamer=(alike := Streamer()))
+    assert streamed.heard == alike.heard and streamed.is_over
     assert not threads_left()
 
 
 def test_code_of_the_user_sees_its_own_request(whisper: Any) -> None:
     """One that raises fails alone."""
     banned = int(whisper.generate(**copy.deepcopy(SHORT[0]))[0, 1])
-    own, streamer, failing = _Bans(banned), _Tokens(), _Bans(banned, fails_at=3)
+    own, streamer, failing = Bans(banned), Streamer(), Bans(banned, fails_at=3)
     with fastgen.Engine(whisper, slots=8) as engine, engine.paused():
         plain = engine.submit(SHORT[1])
         first = engine.submit(SHORT[0], logits_processor=[own])
         failed = engine.submit(SHORT[2], logits_processor=[failing])
         streamed = engine.submit(SHORT[3], streamer=streamer)
-    with pytest.raises(LookupError, match="as planned"):
+    with pytest.raises(LookupError, match="of the user's"):
         failed.result(WAIT)
-    alike, alike_streamer = _Bans(banned), _Tokens()
+    alike, alike_streamer = Bans(banned), Streamer()
     assert_alone(whisper, [SHORT[0]], [first.result(WAIT)], logits_processor=[alike])
     assert_alone(whisper, [SHORT[1]], [plain.result(WAIT)])
     assert_alone(whisper, [SHORT[3]], [streamed.result(WAIT)], streamer=alike_streamer)
-    assert own.shapes == alike.shapes and len(failing.shapes) == 3
-    assert streamer.tokens == alike_streamer.tokens and streamer.is_over
+    assert own.seen == alike.seen and len(failing.seen) == 3
+    assert streamer.heard == alike_streamer.heard and streamer.is_over
     assert not threads_left()
 
 
@@ -256,13 +234,8 @@ def test_a_budget_holds(whisper: Any) -> None:
 
 def test_an_interrupt_ends_the_calls(whisper: Any) -> None:
     """In the thread that asks for the results, with code of the library's own running in another."""
-
-    class Interrupts(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            raise KeyboardInterrupt
-
     executor = ContinuousBatches(whisper, 16)
-    given = [{}, {"logits_processor": [Interrupts()]}, {}]
+    given = [{}, {"logits_processor": [raising(KeyboardInterrupt())]}, {}]
     requests = [make(whisper, each, None, options, None, 16) for each, options in zip(SHORT, given, strict=False)]
     with pytest.raises(KeyboardInterrupt):
         for _ in turns(executor, requests):
@@ -278,28 +251,29 @@ def test_without_fastgen(whisper: Any) -> None:
         assert_alone(whisper, SHORT, engine.generate(SHORT, num_beams=2), num_beams=2)
 
 
-@pytest.mark.parametrize("kind", ["generate", "submit", "close"])
+ASKS: dict[str, tuple[Callable[[fastgen.Engine], Any], set[type[Exception]]]] = {
+    "generate": (lambda engine: engine.generate([SHORT[0]]), {RuntimeError}),
+    "submit": (lambda engine: [engine.submit(each) for each in SHORT[:2]], {fastgen.EngineFull}),
+    "close": (lambda engine: engine.close(), set()),
+}
+
+
+@pytest.mark.parametrize("kind", ASKS)
 def test_code_of_the_user_does_not_wait_for_the_engine(whisper: Any, kind: str) -> None:
     """It runs in the thread of its call, for which that of the engine waits."""
-    engine, told = fastgen.Engine(whisper, slots=8, max_waiting=1), list[Exception]()
+    engine, told = fastgen.Engine(whisper, slots=8, max_waiting=1), set[type[Exception]]()
+    ask, refused = ASKS[kind]
 
     def asks(progress: torch.Tensor) -> None:
         try:
-            if kind == "generate":
-                engine.generate([SHORT[0]])
-            elif kind == "close":
-                engine.close()
-            else:
-                for each in SHORT[:2]:
-                    engine.submit(each)
+            ask(engine)
         except Exception as error:
-            told.append(error)
+            told.add(type(error))
 
     (recording,), options = recordings(2 * WINDOW), {"return_timestamps": True, "max_new_tokens": 6}
     result = engine.submit(recording, monitor_progress=asks, **options).result(WAIT)
     assert_alone(whisper, [recording], [result], **options)
-    refused = {"generate": RuntimeError, "submit": fastgen.EngineFull}
-    assert {type(each) for each in told} == ({refused[kind]} if kind in refused else set())
+    assert told == refused
     engine.close()
     assert not threads_left()
 

@@ -1,6 +1,10 @@
+"""Which requests run together, when, and which of them have room beside others."""
+
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.engine import planning
+from fastgen.engine.kv_budget import KVBudget
+from fastgen.engine.options import make
 from fastgen.engine.requests import Request
+from tests.engine.conftest import PROMPTS
 from tests.partitions import partitions
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=7)
@@ -107,3 +114,15 @@ def test_nobody_waits_for_long(weight_bytes: int) -> None:
     assert arrivals.has_come(1, 1000, runs=False)
     arrivals.note(has_all=False)  # they were to be together: the rest comes behind the next step
     assert arrivals.has_come(1, 1000, runs=True)
+
+
+def test_the_oldest_has_room_first(llama: Any) -> None:
+    """It must not wait for room that others, which came later, take."""
+    requests = [make(llama, PROMPTS[0], None, {"max_new_tokens": 8}, None, 8) for _ in range(3)]
+    budget = KVBudget(None, has_encoder=False)
+    prompt: Any = SimpleNamespace(bytes_per_position=(64, 0), bytes_of_states=0, sizes=SimpleNamespace(source=0))
+    budget.note(prompt, requests[0])
+    budget.most_bytes = 2 * budget.needed(requests[0], 8)
+    assert budget.fitting(requests, requests[2], []) == [requests[2], requests[0]]
+    budget.most_bytes = 1
+    assert budget.fitting(requests, requests[2], []) == [requests[2]]

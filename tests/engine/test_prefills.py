@@ -9,29 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured.slots import Slots
-from tests.engine.conftest import PROMPTS, alone, assert_as_alone, requests_for, run
+from tests.engine.conftest import PROMPTS, Streamer, alone, assert_as_alone, check, requests_for, run
 from tests.equivalence.models import BY_NAME
+from tests.noting import noted
 
 
 def test_beginnings_are_prefilled_once(llama: Any) -> None:
     beginning, random_numbers = [random.Random(1).randrange(5, 150) for _ in range(100)], random.Random(2)
     prompts = [beginning + [random_numbers.randrange(5, 150) for _ in range(n)] for n in (3, 8, 1, 20, 40)]
     executor = ContinuousBatches(llama, 8)
-    requests = requests_for(llama, prompts)
-    run(executor, requests, at_once=8)
-    assert_as_alone(llama, requests, prompts)
+    check(executor, prompts, at_once=8)
     assert executor.stats()["shared_positions"] == 4 * 96
     with torch.no_grad():
         llama.get_input_embeddings().weight.neg_()  # what is known of the old model is of no use any more
-    again = requests_for(llama, prompts)
-    run(executor, again)
-    assert_as_alone(llama, again, prompts)
+    check(executor, prompts)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
@@ -42,10 +38,7 @@ def test_a_source_that_is_masked_altogether(name: str, recwarn: pytest.WarningsR
         {"input_ids": torch.tensor([tokens]), "attention_mask": torch.tensor([mask])}
         for tokens, mask in (([9, 10, 11], [1, 1, 1]), ([9, 10, 11], [0, 0, 0]), ([9, 10, 11, 12], [1, 1, 0, 0]))
     ]
-    executor = ContinuousBatches(model, 8)
-    requests = requests_for(model, prompts)
-    run(executor, requests, at_once=3)
-    assert_as_alone(model, requests, prompts)
+    check(ContinuousBatches(model, 8), prompts, at_once=3)
     assert not [each for each in recwarn if "FastGen" in str(each.message)]
 
 
@@ -63,9 +56,7 @@ def test_a_source_is_encoded_once(name: str) -> None:
     assert executor.stats()["shared_sources"] == 5 and executor.counts["busy_row_steps"]
     with torch.no_grad():
         model.get_input_embeddings().weight.neg_()
-    again = requests_for(model, prompts, num_beams=2, max_new_tokens=8)
-    run(executor, again, at_once=8)
-    assert_as_alone(model, again, prompts)
+    check(executor, prompts, at_once=8, num_beams=2, max_new_tokens=8)
     assert executor.stats()["shared_sources"] == 10
 
 
@@ -75,18 +66,14 @@ def test_a_long_prompt_is_prefilled_in_chunks(name: str) -> None:
     model = BY_NAME[name].build()
     executor = ContinuousBatches(model, 8, max_stall=0.0)
     prompts = [PROMPTS[0], list(range(40, 130)), list(range(10, 150)), [5, 9, 3] * 50, [7, 8, 9] * 50]
-    requests = requests_for(model, prompts, max_new_tokens=40, eos_token_id=None)
-    run(executor, requests)
-    assert_as_alone(model, requests, prompts)
+    check(executor, prompts, max_new_tokens=40, eos_token_id=None)
     assert executor.stats()["chunks"] >= 3 and not executor.counts["repeated"] and not executor.alone
 
 
 def test_the_first_long_prompt_is_prefilled_in_chunks(llama: Any) -> None:
     """Nobody knows how long tokens take: prompts before it were too short to tell."""
-    executor, prompts = ContinuousBatches(llama, 8, max_stall=3600.0), [PROMPTS[0], list(range(10, 150))]
-    requests = requests_for(llama, prompts, max_new_tokens=40, eos_token_id=None)
-    run(executor, requests)
-    assert_as_alone(llama, requests, prompts)
+    executor = ContinuousBatches(llama, 8, max_stall=3600.0)
+    check(executor, [PROMPTS[0], list(range(10, 150))], max_new_tokens=40, eos_token_id=None)
     assert executor.stats()["chunks"] == 2
 
 
@@ -143,16 +130,10 @@ def test_how_many_are_prefilled_together(max_stall: float | None, together: int,
     assert_as_alone(model, requests, prompts)
 
 
-def _prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many requests each call has that enters slots."""
-    counts, admit = list[int](), Slots.admit
-
-    def noted(step: Slots, decoding: Any, kind: Any, entering: list[Any], *rest: Any) -> None:
-        counts.append(len(entering))
-        admit(step, decoding, kind, entering, *rest)
-
-    monkeypatch.setattr(Slots, "admit", noted)
-    return counts
+    return noted(monkeypatch, Slots, "admit", lambda step, decoding, kind, entering, *rest: len(entering))
 
 
 @pytest.mark.sampled(2, each=(("one", "other"), "model"))
@@ -168,35 +149,31 @@ def _prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids=str,
 )
 def test_those_that_draw_from_the_same_are_prefilled_together(
-    model: Any, one: dict[str, Any], other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: Any, one: dict[str, Any], other: dict[str, Any], prefilled: list[int]
 ) -> None:
     """Each draws with a generator of its own. What the others draw from is no matter of theirs."""
-    counts, executor = _prefilled(monkeypatch), ContinuousBatches(model, 32)
+    executor = ContinuousBatches(model, 32)
     for options in (one, other):  # it is known that such enter
         run(executor, requests_for(model, PROMPTS[:1], 32, **options))
     ones, others = requests_for(model, PROMPTS, 32, **one), requests_for(model, PROMPTS, 32, **other)
     for number, request in enumerate(request for request in (*ones, *others) if request.seed is not None):
         request.seed = number
-    counts.clear()
+    prefilled.clear()
     run(executor, [*ones, *others], at_once=32)
     assert_as_alone(model, [*ones, *others], [*PROMPTS, *PROMPTS])
-    assert len(counts) < sum(counts) == 2 * len(PROMPTS) and max(counts) <= len(PROMPTS)
+    assert len(prefilled) < sum(prefilled) == 2 * len(PROMPTS) and max(prefilled) <= len(PROMPTS)
     assert not (executor.counts["repeated"] or executor.alone)
 
 
 @pytest.mark.parametrize(("ends", "together"), [(2, True), ([3, 2], True), (3, False), (None, False)])
-def test_padding_that_ends_sequences_is_no_padding(
-    llama: Any, ends: Any, together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_that_ends_sequences_is_no_padding(llama: Any, ends: Any, together: bool, prefilled: list[int]) -> None:
     """Turns of a chat end with such a token. Where it ends nothing, the library leaves it out of a prompt."""
-    counts, executor = _prefilled(monkeypatch), ContinuousBatches(llama, 16)
+    executor = ContinuousBatches(llama, 16)
     options, prompts = {"pad_token_id": 2, "eos_token_id": ends}, [[5, 6, 2, 7, 8], [2, 9, 10], [30, 31, 2]]
     run(executor, requests_for(llama, PROMPTS[:1], **options))
-    counts.clear()
-    requests = requests_for(llama, prompts, **options)
-    run(executor, requests, at_once=8)
-    assert_as_alone(llama, requests, prompts)
-    assert (counts == [3]) is together and bool(executor.alone) is not together
+    prefilled.clear()
+    check(executor, prompts, at_once=8, **options)
+    assert (prefilled == [3]) is together and bool(executor.alone) is not together
 
 
 def test_numbers_that_print_alike_are_drawn_with_as_they_are(llama: Any) -> None:
@@ -218,52 +195,34 @@ def test_arguments_that_say_nothing(llama: Any) -> None:
     assert other.alone is None and (one.group, one.prefill_group) == (other.group, other.prefill_group)
 
 
-def test_processors_that_slots_do_not_know_have_requests_enter_one_by_one(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts, executor = _prefilled(monkeypatch), ContinuousBatches(llama, 16)
+def test_processors_that_slots_do_not_know_have_requests_enter_one_by_one(llama: Any, prefilled: list[int]) -> None:
+    executor = ContinuousBatches(llama, 16)
     requests = requests_for(llama, PROMPTS, do_sample=True, top_h=0.5)
     run(executor, requests[:1])
     run(executor, requests[1:], at_once=8)
     assert_as_alone(llama, requests, PROMPTS)
-    assert counts == [1] * len(PROMPTS) and not (executor.counts["repeated"] or executor.alone)
-
-
-class _Streamer(BaseStreamer):
-    """Raises where it has heard so much."""
-
-    def __init__(self, most: int = 1000) -> None:
-        self.heard, self.most = list[list[int]](), most
-        self.is_over = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if len(self.heard) >= self.most:
-            raise LookupError("of the user's")
-        self.heard.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.is_over = True
+    assert prefilled == [1] * len(PROMPTS) and not (executor.counts["repeated"] or executor.alone)
 
 
 def _streamed(model: Any, prompts: list[list[int]], failing: dict[int, int], **options: Any) -> list[Request]:
     given = {"max_new_tokens": 20, "eos_token_id": None, **options}
     seed = 3 if "do_sample" in options else None
     return [
-        make(model, prompt, None, {**given, "streamer": _Streamer(failing.get(number, 1000))}, seed, 16)
+        make(model, prompt, None, {**given, "streamer": Streamer(failing.get(number, 1000))}, seed, 16)
         for number, prompt in enumerate(prompts)
     ]
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7}], ids=str)
-def test_streams_are_prefilled_together(model: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_prefilled_together(model: Any, options: dict[str, Any], prefilled: list[int]) -> None:
     """Each hears its prompt and its tokens, as alone; one that fails, at its prompt or later, fails alone."""
-    counts, executor = _prefilled(monkeypatch), ContinuousBatches(model, 16)
+    executor = ContinuousBatches(model, 16)
     run(executor, _streamed(model, PROMPTS[:1], {}, **options))
     failing = {1: 0, 3: 1, 4: 7}
-    counts.clear()
+    prefilled.clear()
     requests = _streamed(model, PROMPTS, failing, **options)
     run(executor, requests, at_once=16)
-    assert max(counts) > 1 and sum(counts) == len(PROMPTS)
+    assert max(prefilled) > 1 and sum(prefilled) == len(PROMPTS)
     for number, (request, prompt) in enumerate(zip(requests, PROMPTS, strict=True)):
         own = _streamed(model, [prompt], {}, **options)[0].options
         with torch.random.fork_rng():

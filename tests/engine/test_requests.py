@@ -10,20 +10,13 @@ import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.engine.requests import inputs_of
-from tests.engine.conftest import PROMPTS, WAIT, alone, assert_alone
+from tests.engine.conftest import PROMPTS, WAIT, Streamer, alone, assert_alone
 from tests.equivalence.models import BY_NAME, EOS
 
 _LONG = list(range(3, 150)) * 4
-
-
-class _Streamer(BaseStreamer):
-    def put(self, value: Any) -> None: ...
-
-    def end(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +50,8 @@ def engine() -> Iterator[fastgen.Engine]:
         ({"input_ids": PROMPTS[0], "attention_mask": [1] * 4}, {"attention_mask": torch.ones(1, 4)}, "attention_mask"),
         (PROMPTS[0], {"num_return_sequences": 2}, "num_return_sequences"),
         (PROMPTS[0], {"num_beams": 9}, "9 rows, the engine has 8"),
-        (PROMPTS[0], {"num_beams": 2, "streamer": _Streamer()}, "num_beams"),
-        (PROMPTS[0], {"do_sample": True, "num_return_sequences": 2, "streamer": _Streamer()}, "streamer"),
+        (PROMPTS[0], {"num_beams": 2, "streamer": Streamer()}, "num_beams"),
+        (PROMPTS[0], {"do_sample": True, "num_return_sequences": 2, "streamer": Streamer()}, "streamer"),
         (PROMPTS[0], {"generation_config": GenerationConfig(num_beams=9)}, "9 rows"),
         (PROMPTS[0], {"num_beams": 2.0}, "num_beams is 2.0: give a whole number"),
         (PROMPTS[0], {"num_beams": 0}, "num_beams is 0: give a positive number"),

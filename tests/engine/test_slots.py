@@ -16,6 +16,7 @@ from fastgen import releases
 from fastgen.decoding.captured.part import CapturedPart
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
+from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import any_batch
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.slots import Slots
@@ -27,10 +28,13 @@ from tests.engine.conftest import (
     alone,
     assert_as_alone,
     both_kinds,
+    check,
+    coming,
     requests_for,
     run,
 )
 from tests.equivalence.models import BY_NAME, EOS
+from tests.noting import noted
 
 # Those of the support table's must-list that have tiny models.
 MUST = [
@@ -66,11 +70,8 @@ def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:
 
 def test_a_longer_prompt_comes_while_others_go_on(model: Any) -> None:
     """The buffers grow, of prompts and of sources, and keep what is there."""
-    prompts = [PROMPTS[0], PROMPTS[1], list(range(20, 159)), [7, 8, 9] * 60]
     executor = ContinuousBatches(model, 16)
-    requests = requests_for(model, prompts, num_beams=2, max_new_tokens=24)
-    run(executor, requests)
-    assert_as_alone(model, requests, prompts)
+    check(executor, [PROMPTS[0], PROMPTS[1], list(range(20, 159)), [7, 8, 9] * 60], num_beams=2, max_new_tokens=24)
     assert executor.counts["steps"] < 4 * 24, "they have run together"
 
 
@@ -123,10 +124,8 @@ def test_all_memory_of_larger_buffers_is_there_before_one_is_exchanged(
         return grown
 
     reserving(monkeypatch, growth)
-    executor, prompts = ContinuousBatches(model, 16), [PROMPTS[0], [7, 8, 9] * 60, PROMPTS[1]]
-    requests = requests_for(model, prompts, max_new_tokens=100, eos_token_id=None, **options)
-    run(executor, requests)
-    assert_as_alone(model, requests, prompts)
+    prompts = [PROMPTS[0], [7, 8, 9] * 60, PROMPTS[1]]
+    check(ContinuousBatches(model, 16), prompts, max_new_tokens=100, eos_token_id=None, **options)
     assert counts and all(before and not meanwhile for before, meanwhile in counts)
 
 
@@ -148,22 +147,15 @@ def test_a_step_that_memory_runs_out_for_goes_on_as_it_is(
     executor = ContinuousBatches(llama, 16)
     with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="MemoryError"):
         reserving(patch, growth)
-        requests = requests_for(llama, prompts, max_new_tokens=24)
-        run(executor, requests)
-    assert_as_alone(llama, requests, prompts)
+        check(executor, prompts, max_new_tokens=24)
     assert executor.counts["busy_row_steps"] and not executor.counts["repeated"]
-    requests = requests_for(llama, prompts, max_new_tokens=24)
-    run(executor, requests)
-    assert_as_alone(llama, requests, prompts)
+    check(executor, prompts, max_new_tokens=24)
 
 
 @both_kinds
 def test_buffers_do_not_grow_with_bursts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come one by one, and then several at once, again and again: steps of other batches take them over."""
-    asked, make_room = [], DecodeStep.make_room
-    monkeypatch.setattr(
-        DecodeStep, "make_room", lambda step, needed: (asked.append(needed), make_room(step, needed))[1]
-    )
+    asked = noted(monkeypatch, DecodeStep, "make_room", lambda step, needed: needed)
     executor = ContinuousBatches(model, 8)
     for _ in range(3):
         requests = requests_for(model, PROMPTS, 8, max_new_tokens=12)
@@ -180,10 +172,7 @@ DIFFERENT: list[list[dict[str, Any]]] = [
     [{"temperature": 0.6}, {}, {"temperature": 1.7}],  # of which one has no temperature
     [{"top_k": 5, "top_p": 0.8}, {"top_k": 40, "top_p": 0.5, "temperature": 0.9}],
     [{"repetition_penalty": 1.3, "min_p": 0.2}, {"repetition_penalty": 0.8, "min_p": 0.01}],
-    [
-        {"typical_p": 0.3, "renormalize_logits": True},
-        {"typical_p": 0.9, "temperature": 1.2, "renormalize_logits": True},
-    ],
+    [{"renormalize_logits": True, **each} for each in ({"typical_p": 0.3}, {"typical_p": 0.9, "temperature": 1.2})],
     [{"num_beams": 3, "temperature": 0.7}, {"num_beams": 3, "temperature": 1.5}],
     [{"do_sample": False, "repetition_penalty": 1.4}, {"do_sample": False, "repetition_penalty": 0.9}],
     [{"do_sample": False, "num_beams": 2, "min_new_tokens": n} for n in (2, 5, 9)],
@@ -207,21 +196,15 @@ def test_numbers_of_processors_are_each_requests_own(
     if captured:
         monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
         monkeypatch.setattr(Ledger, "specializing", 0.0)
-    executor, prompts, requests = ContinuousBatches(model, 16), PROMPTS * 2, []
+    executor, prompts, requests, kinds = ContinuousBatches(model, 16), PROMPTS * 2, [], set[int]()
     for number, prompt in enumerate(prompts):
         given = {"do_sample": True, "top_k": 0, "max_new_tokens": 9 + 3 * (number % 4), "eos_token_id": None}
         given |= options[number % len(options)]
         requests.append(make(model, prompt, None, given, number if given["do_sample"] else None, 16))
-    kinds, enter = set[int](), ContinuousBatches._enter
-
-    def enters(executor: ContinuousBatches, *given: Any) -> None:
-        enter(executor, *given)
+    for _ in executor.steps(coming(executor, requests, 3)):
         kinds.add(len(executor._in_use))
-
-    monkeypatch.setattr(ContinuousBatches, "_enter", enters)
-    run(executor, requests, at_once=3)
     assert_as_alone(model, requests, prompts)
-    assert kinds == {1} and not executor.alone
+    assert kinds <= {0, 1} and not executor.alone
 
 
 class _Releases:
@@ -288,24 +271,19 @@ def test_streams_side_by_side(llama: Any) -> None:
 
 def test_what_a_step_is_found_out_to_do_is_kept(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one that ended before it paid to capture it, as those of a token each do."""
-    watched, watch = [], DecodeStep.watch
-    monkeypatch.setattr(DecodeStep, "watch", lambda step, model: (watched.append(step), watch(step, model))[1])
-    executor = ContinuousBatches(llama, 8)
+    watched, executor = noted(monkeypatch, DecodeStep, "watch"), ContinuousBatches(llama, 8)
     for prompt in PROMPTS[:3]:
-        requests = requests_for(llama, [prompt], max_new_tokens=1)
-        run(executor, requests)
-        assert_as_alone(llama, requests, [prompt])
+        check(executor, [prompt], max_new_tokens=1)
     assert len(watched) == 1
 
 
+@pytest.mark.usefixtures("recorded_at_once")
 def test_what_is_recorded_is_asked_for_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that enter a captured step do not look at the model's state for it."""
     asked: list[Any] = []
     monkeypatch.setattr(any_batch, "is_recorded", lambda *given: (asked.append(given), True)[1])
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda self, rows, specializes: 0)
-    executor = ContinuousBatches(llama, 8)
     requests = requests_for(llama, PROMPTS * 2)
-    run(executor, requests)
+    run(ContinuousBatches(llama, 8), requests)
     assert len(asked) == 1
     assert_as_alone(llama, requests, PROMPTS * 2)
 
@@ -314,10 +292,7 @@ def test_a_short_one_of_another_kind_does_not_keep_a_long_one_from_its_recording
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It widens the step before that is recorded, and leaves at once."""
-    recorded, specialize = list[int](), CapturedPart.specialize
-    monkeypatch.setattr(
-        CapturedPart, "specialize", lambda part, *given: (recorded.append(1), specialize(part, *given))[1]
-    )
+    recorded = noted(monkeypatch, CapturedPart, "specialize")
     executor = ContinuousBatches(llama, 8, max_stall=None)
     long, short = {"max_new_tokens": 60}, {"max_new_tokens": 2, "do_sample": True}
     requests = [
@@ -330,23 +305,31 @@ def test_a_short_one_of_another_kind_does_not_keep_a_long_one_from_its_recording
     assert recorded and executor.counts["steps"] < 70
 
 
-def test_how_many_places_are_computed_depends_on_no_clock_if_all_is_captured(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor on what others have left: the number of rows decides about the bits of products."""
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many slots each step computes."""
     found, advance = list[int](), Slots.advance
     monkeypatch.setattr(Slots, "advance", lambda step, *given: (advance(step, *given), found.append(step.slots))[0])
+    return found
+
+
+def of_lengths(model: Any, *counts: int) -> list[Request]:
+    """Requests for that many tokens each, all of the same prompt."""
+    return [make(model, PROMPTS[0], None, {"max_new_tokens": count, "eos_token_id": None}, None, 8) for count in counts]
+
+
+def test_how_many_places_are_computed_depends_on_no_clock_if_all_is_captured(
+    llama: Any, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on what others have left: the number of rows decides about the bits of products."""
     made = []
     with fastgen.settings.changed(captured_step="always"):
         for seconds in (0.0, 1000.0, 0.0):
             monkeypatch.setattr(Ledger, "specializing", seconds)
-            requests = [
-                make(llama, prompt, None, {"max_new_tokens": 10 + 8 * n, "eos_token_id": None}, None, 8)
-                for n, prompt in enumerate(PROMPTS[:1] * 8)
-            ]
+            requests = of_lengths(llama, *range(10, 74, 8))
             run(ContinuousBatches(llama, 8, max_stall=None), requests, at_once=8)
-            made.append([*found])
-            found.clear()
+            made.append([*computed])
+            computed.clear()
     assert made[0] == made[1] == made[2] and len(set(made[0])) > 2
 
 
@@ -355,10 +338,7 @@ def test_a_step_is_not_recorded_for_each_kind_that_widens_it(
     llama: Any, max_stall: float | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where all is captured, as in a server. Of a list of one kind, the first step is captured already."""
-    recorded, make_one = list[int](), any_batch.SymbolicStep.__init__
-    monkeypatch.setattr(
-        any_batch.SymbolicStep, "__init__", lambda step, *given: (recorded.append(1), make_one(step, *given))[1]
-    )
+    recorded = noted(monkeypatch, any_batch.SymbolicStep, "__init__")
     kinds: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.2}, {"do_sample": True, "temperature": 0.7}]
     kinds += [{"do_sample": True, "top_p": 0.8}, {"do_sample": True, "top_k": 5}]
     options = [{"max_new_tokens": 30, "eos_token_id": None, **kind} for kind in (kinds if max_stall else kinds[:1] * 5)]
@@ -369,20 +349,13 @@ def test_a_step_is_not_recorded_for_each_kind_that_widens_it(
     assert 0 < len(recorded) <= most and executor.counts["steps"] < 40
 
 
-def test_places_that_were_computed_before_are_again_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_were_computed_before_are_again_at_once(llama: Any, computed: list[int]) -> None:
     """A program that these inputs have waited for is used whenever it fits, if all is captured."""
-    found, advance = list[int](), Slots.advance
-    monkeypatch.setattr(Slots, "advance", lambda step, *given: (advance(step, *given), found.append(step.slots))[0])
-
-    def requests_of(*counts: int) -> list[Any]:
-        options = [{"max_new_tokens": count, "eos_token_id": None} for count in counts]
-        return [make(llama, PROMPTS[0], None, each, None, 4) for each in options]
-
     executor = ContinuousBatches(llama, 4, max_stall=None)
-    waiting, later = requests_of(80, 80, 6, 6), requests_of(6, 6)
+    waiting, later = of_lengths(llama, 80, 80, 6, 6), of_lengths(llama, 6, 6)
 
-    def more() -> list[Any]:
-        if len(found) == 40:
+    def more() -> list[Request]:
+        if len(computed) == 40:
             waiting.extend(later)
             later.clear()
         return executor.choose(waiting) if waiting else []
@@ -390,38 +363,30 @@ def test_places_that_were_computed_before_are_again_at_once(llama: Any, monkeypa
     with fastgen.settings.changed(captured_step="always"):
         for _ in executor.steps(more):
             pass
-    assert {*found[:70]} == {2, 4} and found.count(4) <= 2 * 6, found
+    assert {*computed[:70]} == {2, 4} and computed.count(4) <= 2 * 6, computed
 
 
-def test_a_program_waits_until_it_is_known_what_a_step_takes(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("recorded_at_once")
+def test_a_program_waits_until_it_is_known_what_a_step_takes(
+    llama: Any, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One for more places is there, of other inputs: the first step is made with that."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda self, rows, specializes: 0)
     monkeypatch.setattr(Ledger, "specializing", 1000.0)
-    found, advance = list[int](), Slots.advance
-    monkeypatch.setattr(Slots, "advance", lambda step, *given: (advance(step, *given), found.append(step.slots))[0])
     for count in (8, 5):
-        found.clear()
-        requests = [make(llama, PROMPTS[0], None, {"max_new_tokens": 9}, None, 8) for _ in range(count)]
-        run(ContinuousBatches(llama, 8), requests, at_once=8)
-    assert {*found} == {8}
+        computed.clear()
+        run(ContinuousBatches(llama, 8), of_lengths(llama, *[9] * count), at_once=8)
+    assert {*computed} == {8}
 
 
+@pytest.mark.usefixtures("recorded_at_once")
 def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes is measured where no step was recorded for itself: one that takes long is not made for each row."""
-    made, specialize = list[int](), CapturedPart.specialize
-    monkeypatch.setattr(
-        CapturedPart, "specialize", lambda part, inputs, *given: (made.append(inputs), specialize(part, inputs, *given))
-    )
+    made = noted(monkeypatch, CapturedPart, "specialize", lambda part, inputs, *given: inputs)
     note = Ledger.note_specializing
     monkeypatch.setattr(Ledger, "note_specializing", lambda ledger, seconds: note(ledger, 1000.0 + seconds))
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda self, rows, specializes: 0)
-    executor, prompts = ContinuousBatches(llama, 8), PROMPTS[:1] * 8
-    requests = [
-        make(llama, prompt, None, {"max_new_tokens": 10 + 4 * n, "eos_token_id": None}, None, 8)
-        for n, prompt in enumerate(prompts)
-    ]
-    run(executor, requests, at_once=8)
-    assert_as_alone(llama, requests, prompts)
+    requests = of_lengths(llama, *range(10, 42, 4))
+    run(ContinuousBatches(llama, 8), requests, at_once=8)
+    assert_as_alone(llama, requests, PROMPTS[:1] * 8)
     assert Ledger.of(llama).specializing >= 1000 and len(made) <= 2, made
 
 
@@ -430,15 +395,13 @@ def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_a_budget_of_memory(model: Any, options: dict[str, Any]) -> None:
     """What came last begins again later; all finish, and never is there more than the budget."""
-    requests = requests_for(model, PROMPTS, max_new_tokens=60, eos_token_id=None, **options)
+    options = {"max_new_tokens": 60, "eos_token_id": None, **options}
     probe = ContinuousBatches(model, 32)
-    run(probe, requests, at_once=8)
-    peak = probe.stats()["kv_bytes"]
-    executor = ContinuousBatches(model, 32, cache_bytes=peak // 3)
-    again = requests_for(model, PROMPTS, max_new_tokens=60, eos_token_id=None, **options)
-    run(executor, again, at_once=8)
-    assert_as_alone(model, again, PROMPTS)
-    assert executor.counts["preempted"] and executor.stats()["kv_bytes"] <= peak // 3
+    run(probe, requests_for(model, PROMPTS, **options), at_once=8)
+    budget = probe.stats()["kv_bytes"] // 3
+    executor = ContinuousBatches(model, 32, cache_bytes=budget)
+    check(executor, PROMPTS, at_once=8, **options)
+    assert executor.counts["preempted"] and executor.stats()["kv_bytes"] <= budget
 
 
 def test_stored_bytes_of_one_request(llama: Any) -> None:
@@ -471,9 +434,9 @@ def test_weights_that_are_written_in_a_pause(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.usefixtures("recorded_at_once")
 def test_nothing_is_computed_of_slots_that_are_empty(model: Any, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs that go on take the places of those that are over, in the middle of a step of many."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
     monkeypatch.setattr(Ledger, "specializing", 0.0)
     executor = ContinuousBatches(model, 8 * beams)
     prompts = PROMPTS + PROMPTS[:2]

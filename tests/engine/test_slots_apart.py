@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.decoding.captured import graph
@@ -22,11 +21,16 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.engine.conftest import (
     PROMPTS,
     WAIT,
+    Bans,
     Gate,
     StopsAt,
+    Streamer,
     alone,
     assert_as_alone,
     both_kinds,
+    check,
+    coming,
+    raising,
     requests_for,
     run,
 )
@@ -42,14 +46,11 @@ def test_beyond_a_sliding_window(name: str, seed: int) -> None:
     window = model.config.sliding_window
     lengths = [draw.choice([1, 5, window - 9, window - 1, window, window + 1, 2 * window + 3]) for _ in range(5)]
     prompts = [[draw.randrange(4, 150) for _ in range(length)] for length in lengths]
-    options = [
-        {
-            **draw.choice([{}, {}, {"num_beams": 2}, {"repetition_penalty": 1.3}]),
-            "max_new_tokens": draw.choice([4, 15, 40]),
-        }
-        for _ in prompts
+    kinds: list[dict[str, Any]] = [{}, {}, {"num_beams": 2}, {"repetition_penalty": 1.3}]
+    requests = [
+        make(model, prompt, None, {**draw.choice(kinds), "max_new_tokens": draw.choice([4, 15, 40])}, None, 4)
+        for prompt in prompts
     ]
-    requests = [make(model, *each, None, 4) for each in zip(prompts, [None] * len(prompts), options, strict=True)]
     executor = ContinuousBatches(model, draw.choice([4, 8]))
     run(executor, requests)
     assert_as_alone(model, requests, prompts)
@@ -58,12 +59,11 @@ def test_beyond_a_sliding_window(name: str, seed: int) -> None:
 
 
 def test_no_slots_where_no_step_can_be_captured(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, requests = ContinuousBatches(llama, 8), requests_for(llama, PROMPTS)
+    executor = ContinuousBatches(llama, 8)
     assert executor.stats()["executor"] == "slots"
     monkeypatch.setattr(graph, "unavailable", lambda device: "no kernels")
     assert executor.stats()["executor"] == "static batches"
-    run(executor, requests, at_once=8)
-    assert_as_alone(llama, requests, PROMPTS)
+    check(executor, PROMPTS, at_once=8)
     assert executor.counts["batches"] and not executor.counts["repeated"]
 
 
@@ -94,11 +94,9 @@ def test_long_ones_that_come_first_say_nothing_of_short_ones(count: int) -> None
     """They are declined before they are about to enter."""
     model = BY_NAME["gemma2"].build("eager")
     long = [[10 + n % 100 for n in range(model.config.sliding_window - 3)]] * count
-    executor, prompts = ContinuousBatches(model, 8), [*long, *PROMPTS[:3]]
-    requests = requests_for(model, prompts, max_new_tokens=4)
-    for request in requests:
-        run(executor, [request])
-    assert_as_alone(model, requests, prompts)
+    executor = ContinuousBatches(model, 8)
+    for prompt in (*long, *PROMPTS[:3]):
+        check(executor, [prompt], max_new_tokens=4)
     assert executor.counts["steps"] and sum(executor.alone.values()) == count
 
 
@@ -109,14 +107,10 @@ def test_one_that_is_over_has_its_result_whatever_becomes_of_the_step(
         raise MemoryError("cannot allocate memory")
 
     executor = ContinuousBatches(llama, 16)
-    requests = requests_for(llama, PROMPTS[:1])
     with monkeypatch.context() as without_memory:
         without_memory.setattr(graph_cache, "give_back", fails)
-        run(executor, requests)
-    assert_as_alone(llama, requests, PROMPTS[:1])
-    requests = requests_for(llama, PROMPTS)
-    run(executor, requests)
-    assert_as_alone(llama, requests, PROMPTS)
+        check(executor, PROMPTS[:1])
+    check(executor, PROMPTS)
     assert not executor.busy
 
 
@@ -168,15 +162,8 @@ def test_what_others_ask_for_leaves_a_request_alone(
     for number, prompt in enumerate(prompts):
         given = {"max_new_tokens": 9 + 3 * (number % 4), "eos_token_id": None, **options[number % len(options)]}
         requests.append(make(model, prompt, None, given, number if given.get("do_sample") else None, 16))
-    enter = ContinuousBatches._enter
-
-    def enters(executor: ContinuousBatches, *given: Any) -> None:
-        nonlocal most
-        enter(executor, *given)
+    for _ in executor.steps(coming(executor, requests, 4)):
         most = max(most, len(executor._in_use))
-
-    monkeypatch.setattr(ContinuousBatches, "_enter", enters)
-    run(executor, requests, at_once=4)
     assert most == 1 and not executor.alone
     for request, prompt in zip(requests, prompts, strict=True):
         torch.manual_seed(request.seed or 0)
@@ -192,36 +179,25 @@ def test_what_others_ask_for_leaves_a_request_alone(
                 torch.testing.assert_close(torch.stack(own), torch.stack(others), atol=1e-4, rtol=1e-4)
 
 
-class _Bans:
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, self.token] = -torch.inf
-        return scores
-
-
 def _doubled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A processor whose scores are of a type that only the library's loop serves."""
     return scores.double()
 
 
-def test_a_step_outlives_a_first_input_that_cannot_enter(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("recorded_at_once")
+def test_a_step_outlives_a_first_input_that_cannot_enter(llama: Any) -> None:
     """What was captured of it serves those that come later."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
-    for processor in (_Bans(40), _doubled):
-        requests = requests_for(llama, PROMPTS[:1], logits_processor=[processor], max_new_tokens=20)
-        run(ContinuousBatches(llama, 4), requests)
-        assert_as_alone(llama, requests, PROMPTS[:1])
+    for processor in (Bans(40), _doubled):
+        check(ContinuousBatches(llama, 4), PROMPTS[:1], logits_processor=[processor], max_new_tokens=20)
         steps = [step for of in graph_cache._all() for key, step in of.steps.items() if key.slots]
         assert len(steps) == 1 and steps[0].is_captured
 
 
-def test_one_that_cannot_enter_leaves_the_others_its_wider_step(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("recorded_at_once")
+def test_one_that_cannot_enter_leaves_the_others_its_wider_step(llama: Any) -> None:
     """It brings criteria, for which the step gets room, and goes before its first token."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
     executor, options = ContinuousBatches(llama, 8), {"max_new_tokens": 20, "eos_token_id": None}
-    first, own = {"logits_processor": [_Bans(40)]}, {"logits_processor": [_doubled]}
+    first, own = {"logits_processor": [Bans(40)]}, {"logits_processor": [_doubled]}
     plain = requests_for(llama, PROMPTS[:2], **first, **options)
     other = make(llama, PROMPTS[2], None, {**own, "stopping_criteria": [StopsAt(4)], **options}, None, 8)
     run(executor, [plain[0], other, plain[1]])
@@ -234,7 +210,7 @@ def test_one_that_cannot_enter_leaves_the_others_its_wider_step(llama: Any, monk
 def test_a_processor_that_writes_into_the_logits_that_are_returned(model: Any, beams: int) -> None:
     """It does in the library, where it gets the same tensor; with beams it gets another one."""
     executor, options = ContinuousBatches(model, 8), {"num_beams": beams, "output_logits": True}
-    requests = requests_for(model, PROMPTS[:2], return_dict_in_generate=True, logits_processor=[_Bans(40)], **options)
+    requests = requests_for(model, PROMPTS[:2], return_dict_in_generate=True, logits_processor=[Bans(40)], **options)
     run(executor, requests)
     assert executor.counts["busy_row_steps"] and not executor.alone
     for request, prompt in zip(requests, PROMPTS, strict=False):
@@ -258,29 +234,13 @@ def test_one_that_asks_for_hidden_states_leaves_the_others(llama: Any) -> None:
 @both_kinds
 @pytest.mark.parametrize("error", [LookupError, SystemExit])
 def test_one_that_raises_leaves_the_others(model: Any, error: type[BaseException]) -> None:
-    class Fails:
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] % 7 == 0:
-                raise error("of the user's")
-            return scores
-
-    executor = ContinuousBatches(model, 16)
-    plain = requests_for(model, PROMPTS, num_beams=2, max_new_tokens=20)
-    failing = requests_for(model, PROMPTS[:2], num_beams=2, logits_processor=[Fails()], max_new_tokens=20)
+    executor, options = ContinuousBatches(model, 16), {"num_beams": 2, "max_new_tokens": 20}
+    plain = requests_for(model, PROMPTS, **options)
+    failing = requests_for(model, PROMPTS[:2], logits_processor=[raising(error("of the user's"), every=7)], **options)
     run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
     assert_as_alone(model, plain, PROMPTS)
     assert all(isinstance(request.future.exception(0), error) for request in failing)
     assert not executor.counts["repeated"] and not executor.busy
-
-
-class _Hears(BaseStreamer):
-    def __init__(self) -> None:
-        self.heard: list[torch.Tensor] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value)
-
-    def end(self) -> None: ...
 
 
 def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None:
@@ -289,11 +249,13 @@ def test_one_without_anything_to_draw_from_leaves_the_others(llama: Any) -> None
     with torch.no_grad():
         llama.get_input_embeddings().weight[token] = torch.nan
     executor = ContinuousBatches(llama, 16)
-    plain = requests_for(llama, PROMPTS, streamer=_Hears(), **options)
-    hears = _Hears()
+    plain = [requests_for(llama, [prompt], streamer=Streamer(), **options)[0] for prompt in PROMPTS]
+    hears = Streamer()
     (spoilt,) = requests_for(llama, [[5, token, 6]], streamer=hears, **options)
     (greedy,) = requests_for(llama, [[5, token, 6]], **{**options, "do_sample": False})  # it has a largest score
     run(executor, [*plain[:2], spoilt, *plain[2:4], greedy, *plain[4:]], at_once=2)
+    for each in plain:
+        each.options["streamer"] = None
     assert_as_alone(llama, [*plain, greedy], [*PROMPTS, [5, token, 6]])
     assert len(hears.heard) <= 1, "its prompt, and no token"
     assert "not numbers" in str(spoilt.future.exception(0))
@@ -334,22 +296,20 @@ def test_a_model_that_reads_the_encoders_output_has_no_slots(monkeypatch: pytest
 
     reading.__module__ = forward.__module__  # which makes it BART's
     monkeypatch.setattr(type(bart), "forward", reading)
-    executor, requests = ContinuousBatches(bart, 8), requests_for(bart, PROMPTS[:3])
-    run(executor, requests)
-    assert_as_alone(bart, requests, PROMPTS[:3])
+    executor = ContinuousBatches(bart, 8)
+    check(executor, PROMPTS[:3])
     assert not executor.counts["steps"]
 
 
 @pytest.mark.parametrize("spoil", [lambda found: found * torch.nan, lambda found: found[:, 1:]], ids=["nan", "size"])
 def test_a_processor_whose_scores_are_none_leaves_the_others(llama: Any, spoil: Any) -> None:
-    class Spoils:
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return spoil(scores) if input_ids.shape[1] % 9 == 0 else scores
+    def spoils(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return spoil(scores) if input_ids.shape[1] % 9 == 0 else scores
 
     options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None}
     executor = ContinuousBatches(llama, 16)
-    plain = requests_for(llama, PROMPTS, logits_processor=[_Bans(40)], **options)
-    failing = requests_for(llama, PROMPTS[:2], logits_processor=[Spoils()], **options)
+    plain = requests_for(llama, PROMPTS, logits_processor=[Bans(40)], **options)
+    failing = requests_for(llama, PROMPTS[:2], logits_processor=[spoils], **options)
     run(executor, [plain[0], *failing, *plain[1:]], at_once=8)
     assert_as_alone(llama, plain, PROMPTS)
     assert all(isinstance(request.future.exception(0), (ValueError, RuntimeError)) for request in failing)
@@ -370,11 +330,11 @@ def test_a_cancelled_one_gives_its_slots_to_others(llama: Any, gate: Gate) -> No
         assert engine.stats()["busy"] == 0 and engine.stats()["steps"] < 400
 
 
+@pytest.mark.usefixtures("recorded_at_once")
 def test_a_wider_step_that_cannot_be_recorded_says_nothing_of_others(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests go on to run in slots: from then on each kind in a step of its own."""
-    monkeypatch.setattr(Ledger, "_repaid_by", lambda *asked: 0)
     verify = DecodeStep.verify
 
     def fails(step: DecodeStep, model: Any, turns: Any, captures: bool = True) -> None:
@@ -419,10 +379,7 @@ def test_code_that_generates_itself(model: Any) -> None:
 
 
 def test_a_streamer_that_fails_at_the_end(llama: Any) -> None:
-    class Fails(BaseStreamer):
-        def put(self, value: torch.Tensor) -> None:
-            pass
-
+    class Fails(Streamer):
         def end(self) -> None:
             raise LookupError("of the user's")
 

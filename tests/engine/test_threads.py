@@ -19,7 +19,7 @@ import torch
 
 import fastgen
 from fastgen import memory
-from tests.engine.conftest import PROMPTS, WAIT, Gate, StopsAt, alone, assert_alone, both_kinds
+from tests.engine.conftest import PROMPTS, WAIT, Gate, StopsAt, alone, assert_alone, both_kinds, raising
 from tests.equivalence.models import BY_NAME
 
 
@@ -100,29 +100,17 @@ def test_all_of_a_running_batch_are_cancelled(llama: Any) -> None:
 
 
 def test_what_fails_fails_alone(llama: Any) -> None:
-    class Fails:
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            raise LookupError("the processor")
-
-    class Exits(Fails):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            raise SystemExit("the processor")
-
+    errors = [None, LookupError("mine"), SystemExit("mine"), None, LookupError("mine"), None]
     with fastgen.Engine(llama) as engine:
-        kinds = [None, Fails(), Exits(), None, Fails(), None]
         futures = [
-            engine.submit(prompt, **({} if kind is None else {"logits_processor": [kind]}))
-            for prompt, kind in zip(PROMPTS, kinds, strict=True)
+            engine.submit(prompt, **({} if error is None else {"logits_processor": [raising(error)]}))
+            for prompt, error in zip(PROMPTS, errors, strict=True)
         ]
-        for prompt, kind, future in zip(PROMPTS, kinds, futures, strict=True):
-            if kind is None:
-                assert torch.equal(future.result(WAIT), alone(llama, prompt))
-            else:
-                error = SystemExit if isinstance(kind, Exits) else LookupError
-                with pytest.raises(error, match="the processor"):
-                    future.result(WAIT)
+        for prompt, error, future in zip(PROMPTS, errors, futures, strict=True):
+            assert future.exception(WAIT) is error
+            assert error or torch.equal(future.result(WAIT), alone(llama, prompt))
         with pytest.raises(LookupError):
-            engine.generate(PROMPTS, logits_processor=[Fails()])
+            engine.generate(PROMPTS, logits_processor=[raising(LookupError("mine"))])
         assert torch.equal(engine.submit(PROMPTS[0]).result(WAIT), alone(llama, PROMPTS[0]))
     stats = engine.stats()
     assert stats["failed"] >= 4 and stats["waiting"] == stats["running"] == 0
@@ -239,40 +227,24 @@ def test_streams(llama: Any, gate: Gate) -> None:
     assert engine.stats()["cancelled"] == 2 and engine.stats()["tokens"] < 800
 
 
-def test_streams_that_are_collected_while_others_come_in(llama: Any) -> None:
-    """Whose requests give way to those that wait for room, however many come in by that."""
+@pytest.mark.parametrize("at", ["items", "append"])
+def test_streams_that_are_collected_while_others_come_in(llama: Any, at: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Their requests give way to those that wait for room. From Python 3.12 on, that happens at any line: no more wait
+    than may, they come in in their turn, and nothing fails that is logged.
+    """
+
+    def collect() -> None:
+        if streams:
+            streams.pop().close()  # as its `__del__` does
 
     class Outside(OrderedDict[Any, Any]):
         def items(self) -> Any:
-            if streams:
-                streams.pop().close()  # as its `__del__` does
+            collect()
             return super().items()
-
-    streams: list[Any] = []
-    with fastgen.Engine(llama, max_waiting=2) as engine, ThreadPoolExecutor(6) as threads:
-        with engine.paused():
-            first = engine.submit(PROMPTS[0])
-            stream = engine.stream(PROMPTS[1])
-            waiting = engine._waiting
-            waiting._outside = Outside(waiting._outside)
-            others = [threads.submit(engine.submit, prompt) for prompt in PROMPTS]
-            while len(waiting._outside) < len(others):
-                time.sleep(0.001)
-            streams.append(stream)
-            first.cancel()
-            assert not streams and engine.stats()["waiting"] == 2
-        assert_alone(llama, PROMPTS, [other.result(WAIT).result(WAIT) for other in others])
-
-
-def test_streams_that_are_collected_at_any_line_while_others_come_in(
-    llama: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As from Python 3.12 on. No more wait than may, they come in in their turn, and nothing fails that is logged."""
 
     class Requests(list[Any]):
         def append(self, request: Any) -> None:
-            if streams:
-                streams.pop().close()
+            collect()
             super().append(request)
 
     streams: list[Any] = []
@@ -280,12 +252,15 @@ def test_streams_that_are_collected_at_any_line_while_others_come_in(
         with engine.paused():
             first, stream = engine.submit(PROMPTS[0]), engine.stream(PROMPTS[1])
             waiting, others = engine._waiting, []
+            if at == "items":
+                waiting._outside = Outside(waiting._outside)
             for prompt in PROMPTS[:4]:
                 others.append(threads.submit(engine.submit, prompt))
                 while len(waiting._outside) < len(others):
                     time.sleep(0.001)
             outside = [left[0] for left in waiting._outside.values()]
-            waiting.requests = Requests(waiting.requests)
+            if at == "append":
+                waiting.requests = Requests(waiting.requests)
             streams.append(stream)
             first.cancel()
             assert not streams and waiting.requests == outside[:2] and not caplog.records

@@ -22,7 +22,7 @@ DECODING: dict[str, dict[str, Any]] = {
 def draws_others(given: dict[str, Any]) -> bool:
     """Of the parameters of a test, whether it is skipped: other samples are drawn in a graph than without one."""
     options = given.get("options", DECODING.get(given.get("decoding", ""), {}))
-    return given.get("way") == "graphs" and bool(options.get("do_sample"))
+    return given.get("way") == "graphs" and isinstance(options, dict) and bool(options.get("do_sample"))
 
 
 # Shapes of the batch, as arguments of `Family.make_inputs`.

@@ -18,6 +18,7 @@ from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
 from tests.equivalence.captured import on_the_cpu, record_programs, spoil_shared_memory
+from tests.equivalence.cases import draws_others
 from tests.noting import noted
 
 
@@ -39,6 +40,8 @@ def captured(request: pytest.FixtureRequest, device: torch.device) -> Iterator[N
 @pytest.fixture(params=["graphs", "programs"])
 def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How steps are captured: in simulated graphs, or as programs of the CPU."""
+    if draws_others(request.node.callspec.params):
+        pytest.skip("other samples are drawn in a graph")
     if request.param == "graphs":
         with on_the_cpu():
             yield request.param

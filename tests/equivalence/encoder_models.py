@@ -117,6 +117,18 @@ def build(architecture: str, head: str = "", attention: str | None = None) -> An
     return model.get_encoder() if architecture in OF_SEQ2SEQ and not head and hasattr(model, "decoder") else model
 
 
+class Head(transformers.BertPreTrainedModel):
+    """A head of the user's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        self.post_init()
+
+    def states(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.bert(ids, attention_mask=mask)[0]
+
+
 inputs = functools.partial(padded, words=(FIRST_WORD, VOCABULARY), pad=PAD)
 
 

@@ -33,6 +33,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have to grow in the middle of a call."""
+    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+
+
 def _both(call: Callable[[], Any]) -> tuple[Any, Any]:
     """What a call gives without FastGen, and with it."""
     with fastgen.disabled():
@@ -85,10 +92,9 @@ STREAMED = {
 @pytest.mark.parametrize("options", STREAMED)
 @pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_what_a_streamer_hears(name: str, batch: int, options: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_buffers")
+def test_what_a_streamer_hears(name: str, batch: int, options: str, way: str) -> None:
     """The same tokens in the same order, also where the buffers grow meanwhile, and rows end before others."""
-    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model, inputs, draws = BY_NAME[name].build(), BY_NAME[name].make_inputs(batch), "do_sample" in STREAMED[options]
 
     def call() -> Any:
@@ -238,14 +244,11 @@ def _cache(model: Any) -> Any:
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bloom"])
 def test_turns_of_a_chat(
-    name: str, options: dict[str, Any], streams: bool, way: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], streams: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each goes on behind the cache of the last one: what that holds is what the library would have left there."""
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs(1, padding=None)
-    if way == "graphs" and "do_sample" in options:
-        pytest.skip("other samples are drawn there")
-
     turns = 1 if "num_beams" in options else 3
 
     def of_turn(turn: int) -> dict[str, Any]:
@@ -314,12 +317,11 @@ def test_a_streamer_of_the_users_may_look_into_the_cache() -> None:
 @pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
 @pytest.mark.parametrize("error", [MyError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("at", [0, 1, 5, 12, 22])
+@pytest.mark.usefixtures("small_buffers")
 def test_a_cache_behind_a_streamer_that_raises(
     at: int, error: type[BaseException], filled: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds what the library would have stored until then: another call goes on with it. Buffers grow meanwhile."""
-    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model, inputs = BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(1, padding=None)
     monkeypatch.setattr(transformers.TextStreamer, "put", lambda self, value: self.hears.put(value))
 

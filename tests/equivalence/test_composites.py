@@ -35,8 +35,6 @@ def test_models_made_of_two(name: str, decoding: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_their_steps_are_captured(name: str, decoding: str, way: str) -> None:
     """Twice, so that a step that is kept serves a call of fewer inputs, too."""
-    if way == "graphs" and DECODING[decoding].get("do_sample"):
-        pytest.skip("other samples are drawn there")
     (make, inputs), given = MODELS[name], {**options(name, DECODING[decoding]), **SCORES}
     check(build(make), inputs(), given)
     check(build(make), {key: value[1:] for key, value in inputs().items()}, given)

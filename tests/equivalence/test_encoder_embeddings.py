@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import fastgen
 from fastgen.optimizer.transformers.encoders import unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS
-from tests.equivalence.encoder_models import PAD, WITHOUT_PADDING, assert_close, both, build, class_of, inputs
+from tests.equivalence.encoder_models import PAD, WITHOUT_PADDING, Head, assert_close, both, build, class_of, inputs
 from tests.equivalence.test_encoders import LENGTHS, _with
 from tests.noting import noted
 
@@ -27,11 +26,8 @@ EMBED_TOKENS = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    fastgen.enable(strict=True, padding="zero")
-    fastgen.reset_stats()
-    yield
-    fastgen.enable(padding="exact")
+def without_padding(strict: None) -> None:
+    fastgen.enable(padding="zero")
 
 
 def _check(model: Any, given: dict[str, Any]) -> None:
@@ -121,21 +117,15 @@ def test_layers_that_get_other_states() -> None:
 
 
 def test_a_head_that_looks_at_embeddings() -> None:
-    class Looking(transformers.BertPreTrainedModel):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.bert = transformers.BertModel(config)
-            self.seen: list[Tensor] = []
-            self.post_init()
-
+    class Looking(Head):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            hook = self.bert.embeddings.forward
-            self.bert.embeddings.forward = lambda **given: self.seen.append(hook(**given)) or self.seen[-1]
+            seen, hook = list[Tensor](), self.bert.embeddings.forward
+            self.bert.embeddings.forward = lambda **given: seen.append(hook(**given)) or seen[-1]
             try:
-                states = self.bert(input_ids, attention_mask=attention_mask)[0]
+                states = self.states(input_ids, attention_mask)
             finally:
                 del self.bert.embeddings.forward
-            return states[:, 0] + self.seen.pop()[:, 0]
+            return states[:, 0] + seen.pop()[:, 0]
 
     model, given = Looking(build("Bert").config).eval(), inputs(LENGTHS)
     for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,13 @@ from tests.equivalence.encoder_models import (
 from tests.equivalence.models import BY_NAME
 from tests.noting import noted
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(6)]
 
 LENGTHS = [7, LONGEST, 20, 6, 21, 7, 2]
 # The architectures whose heads read padded positions: a last position, or an average that multiplies them with zero.
 READS_PADDING = {("EuroBert", "SequenceClassification"), ("RoFormer", "MultipleChoice")}
 # The heads whose results have nothing in the place of padding.
 WITHOUT_STATES = ("SequenceClassification", "MultipleChoice")
-
-
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attention of all texts of a row is FastGen's operator, where there is one; nothing is measured."""
-    fastgen.enable(strict=True)
-    fastgen.reset_stats()
-    yield
-    fastgen.enable(padding="exact")
 
 
 def _plain(model: Any, given: dict[str, Any]) -> Any:
@@ -187,7 +178,6 @@ def test_options(classifier: Any, option: str, padding: str) -> None:
 
 def test_positional_arguments(classifier: Any) -> None:
     given = inputs(LENGTHS)
-    fastgen.enable()
     with torch.inference_mode():
         assert_close(classifier(*given.values()), _plain(classifier, given))
     assert _accelerated() == 1
@@ -254,34 +244,49 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     cache.drop_all()
 
 
-def _gradients(model: Any, given: dict[str, Any]) -> Any:
-    with torch.inference_mode(False), torch.enable_grad():
-        return model(**given)
-
-
 def test_the_original_code_with_gradients(classifier: Any) -> None:
-    loss = _gradients(classifier, _with("labels")).loss
-    loss.backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        classifier(**_with("labels")).loss.backward()
     assert classifier.classifier.weight.grad is not None and not _accelerated()
     assert any("gradients" in reason for reason in _reasons())
     classifier.zero_grad()
 
 
-LEFT_ALONE = {
-    "a sequence that is all padding": lambda given: given["attention_mask"][2].zero_(),
-    "a mask of other values": lambda given: given["attention_mask"][2].mul_(2),
-    "arguments that ask for more (output_attentions)": lambda given: given.update(output_attentions=True),
+def _decoder() -> Any:
+    """It looks at the states of an encoder."""
+    config = transformers.BertConfig(**WITHOUT_PADDING["Bert"], is_decoder=True, add_cross_attention=True)
+    return transformers.BertLMHeadModel(config).eval()
+
+
+def _eager() -> Any:
+    return build("Bert", "SequenceClassification", "eager")
+
+
+# Why a call is left to the original code: the model, and what is changed of its inputs.
+LEFT_ALONE: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], Any]]] = {
+    "a sequence that is all padding": (_eager, lambda given: given["attention_mask"][2].zero_()),
+    "a mask of other values": (_eager, lambda given: given["attention_mask"][2].mul_(2)),
+    "arguments that ask for more (output_attentions)": (_eager, lambda given: given.update(output_attentions=True)),
+    "encoder_hidden_states": (_decoder, lambda given: given.update(encoder_hidden_states=torch.randn(7, 5, 32))),
+    "hardly any padding that could be left out": (_eager, lambda given: given.update(inputs([39, 40, 38]))),
+    "a mask with holes": (  # and positions that are relative
+        lambda: build("DebertaV2", "SequenceClassification"),
+        lambda given: given.update(_with("holes")),
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", LEFT_ALONE)
 def test_calls_left_to_the_original_code(reason: str) -> None:
-    model, given = build("Bert", "SequenceClassification", "eager"), inputs(LENGTHS)
-    LEFT_ALONE[reason](given)
-    expected, found = _plain(model, given), _fast(model, given, "zero")
-    for one, other in zip(tensors(found), tensors(expected), strict=True):
-        assert torch.equal(one, other)
-    assert not _accelerated() and reason in _reasons()[0]
+    (make, change), given = LEFT_ALONE[reason], inputs(LENGTHS)
+    model = make()
+    change(given)
+    expected = _plain(model, given)
+    for padding in ("exact", "zero"):
+        found = _fast(model, given, padding)
+        for one, other in zip(tensors(found), tensors(expected), strict=True):
+            assert torch.equal(one, other)
+        assert not _accelerated() and reason in _reasons()[0]
 
 
 def test_calls_without_a_mask_of_tokens() -> None:
@@ -301,14 +306,6 @@ def test_a_call_that_asks_for_less_than_the_config(monkeypatch: pytest.MonkeyPat
     given["output_hidden_states"] = False
     torch.testing.assert_close(_fast(model, given).logits, _plain(model, given).logits)
     assert _accelerated()
-
-
-def test_a_decoder_that_looks_at_states_of_an_encoder() -> None:
-    config = transformers.BertConfig(**WITHOUT_PADDING["Bert"], is_decoder=True, add_cross_attention=True)
-    model, given = transformers.BertLMHeadModel(config).eval(), inputs(LENGTHS)
-    given["encoder_hidden_states"] = torch.randn(len(LENGTHS), 5, config.hidden_size)
-    assert torch.equal(_fast(model, given).logits, _plain(model, given).logits)
-    assert not _accelerated() and "encoder_hidden_states" in _reasons()[0]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -342,12 +339,6 @@ def test_states_that_are_asked_for_in_another_way(classifier: Any) -> None:
     assert _accelerated() == 1, _reasons()
 
 
-def test_a_mask_with_holes_and_positions_that_are_relative() -> None:
-    given = _with("holes")
-    _check(build("DebertaV2", "SequenceClassification"), given)
-    assert not _accelerated() and _reasons() == ["a mask with holes"]
-
-
 def test_training_and_hooks(classifier: Any) -> None:
     given = inputs(LENGTHS)
     with classifier.bert.encoder.layer[0].register_forward_hook(lambda *arguments: None):
@@ -372,22 +363,6 @@ def test_padded_positions_are_those_of_the_library() -> None:
             assert not _accelerated() and "padded positions" in _reasons()[0]
 
 
-def test_a_head_of_the_users_that_averages_over_all() -> None:
-    class Averaging(transformers.BertPreTrainedModel):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.bert = transformers.BertModel(config)
-            self.post_init()
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            return self.bert(input_ids, attention_mask=attention_mask)[0].mean(dim=1)
-
-    model = Averaging(build("Bert").config).eval()
-    for padding in ("exact", "zero"):
-        _check(model, inputs(LENGTHS), padding)
-        assert not _accelerated()
-
-
 def test_a_failure_is_repeated_with_the_original_code(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: Any) -> Any:
         raise ValueError("planted")
@@ -399,12 +374,6 @@ def test_a_failure_is_repeated_with_the_original_code(classifier: Any, monkeypat
     with pytest.warns(RuntimeWarning, match="planted"):
         found = _fast(classifier, given)
     assert torch.equal(found.logits, expected.logits)
-
-
-def test_little_padding_is_left(classifier: Any) -> None:
-    given = inputs([39, 40, 38])
-    assert torch.equal(_fast(classifier, given).logits, _plain(classifier, given).logits)
-    assert not _accelerated() and _reasons() == ["hardly any padding that could be left out"]
 
 
 def test_threads(classifier: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,15 +15,10 @@ import transformers
 from torch import Tensor
 
 import fastgen
-from tests.equivalence.encoder_models import build, inputs
+from tests.equivalence.encoder_models import Head, build, inputs
 from tests.equivalence.test_encoders import LENGTHS, _accelerated, _check, _fast, _plain, _reasons, _with
 
-
-@pytest.fixture(autouse=True)
-def strict() -> Iterator[None]:
-    fastgen.enable(strict=True)
-    yield
-    fastgen.enable(padding="exact")
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.fixture
@@ -31,36 +26,29 @@ def classifier() -> Any:
     return build("Bert", "SequenceClassification")
 
 
-class _Head(transformers.BertPreTrainedModel):
-    """A head of the user's."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.bert = transformers.BertModel(config)
-        self.post_init()
-
-    def states(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.bert(ids, attention_mask=mask)[0]
-
-
-class _Counting(_Head):
+class _Counting(Head):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return (self.states(input_ids, attention_mask) > 0).float().sum(dim=1)
 
 
-class _Choosing(_Head):
+class _Choosing(Head):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.states(input_ids, attention_mask).argmax(dim=-1)
 
 
-class _Hiding(_Head):
+class _Averaging(Head):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.states(input_ids, attention_mask).mean(dim=1)
+
+
+class _Hiding(Head):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         mask = attention_mask.clone()
         mask[:, 1:3] = 0
         return self.states(input_ids, mask)[:, 0]
 
 
-class _Twice(_Head):
+class _Twice(Head):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         whole = self.states(input_ids, torch.ones_like(attention_mask))[:, 0]
         return whole - self.states(input_ids, attention_mask)[:, 0]
@@ -90,7 +78,7 @@ _UNKNOWN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class _Wrapping(_Head):
+class _Wrapping(Head):
     container: Any
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
@@ -122,21 +110,24 @@ def test_states_in_containers_of_the_users(name: str) -> None:
         assert _accelerated() == (name in _CHANGED), _reasons()
 
 
-def _with_head(kind: type[_Head]) -> Any:
+def _with_head(kind: type[Head]) -> Any:
     model = kind(build("Bert").config).eval()
     model.bert.load_state_dict(build("Bert").state_dict())
     return model
 
 
-@pytest.mark.parametrize("kind", [_Counting, _Choosing])
-def test_heads_of_the_users_without_nan_in_their_results(kind: type[_Head]) -> None:
-    """A comparison hides the NaN of padding."""
-    _check(_with_head(kind), inputs(LENGTHS))
-    assert not _accelerated()
+@pytest.mark.parametrize(
+    ("kind", "paddings"), [(_Counting, ["exact"]), (_Choosing, ["exact"]), (_Averaging, ["exact", "zero"])]
+)
+def test_heads_of_the_users_that_read_padding(kind: type[Head], paddings: list[str]) -> None:
+    """An average shows the NaN of padding, and a comparison hides it."""
+    for padding in paddings:
+        _check(_with_head(kind), inputs(LENGTHS), padding)
+        assert not _accelerated()
 
 
 @pytest.mark.parametrize("kind", [_Hiding, _Twice])
-def test_layers_that_get_another_mask_than_the_model(kind: type[_Head]) -> None:
+def test_layers_that_get_another_mask_than_the_model(kind: type[Head]) -> None:
     _check(_with_head(kind), inputs(LENGTHS), "zero")
     assert not _accelerated() and _reasons() == ["the layers get another mask than the model"]
 

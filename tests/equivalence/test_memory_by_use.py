@@ -1,4 +1,4 @@
-"""A call that may generate any number of tokens, and ends early, takes the memory of those that it generates."""
+"""Memory is taken by use: of a call that ends early, and of captured steps between two calls."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastgen
+from fastgen.decoding import host_memory
 from fastgen.optimizer.transformers.captured import graph_cache
-from tests.equivalence.captured import need_programs
+from tests.equivalence.captured import need_programs, record_programs
 from tests.equivalence.models import BY_NAME
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -70,3 +72,37 @@ def test_memory_is_taken_by_use(case: str, device: torch.device, monkeypatch: py
             expected = model.generate(**inputs, **plain, max_new_tokens=200)
         expected = expected if isinstance(expected, torch.Tensor) else expected.sequences
         assert torch.equal(sequences, expected)
+
+
+def test_idle_steps_take_no_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps for different numbers of rows, only the one that runs has K and V in memory. The next call finds them as
+    new ones.
+    """
+    record_programs(device, monkeypatch)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=4096, eos_token_id=None, bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(3, 60, (4, 1500))
+    expected = {rows: 2 * 2 * rows * 1500 * 256 * 4 for rows in (1, 4)}  # bytes of the prefix
+    for rows in (1, 4, 1, 4):
+        call = model.generate(
+            ids[:rows], attention_mask=torch.ones_like(ids[:rows]), do_sample=False, max_new_tokens=12
+        )
+        with fastgen.disabled():
+            wanted = model.generate(ids[:rows], do_sample=False, max_new_tokens=12)
+        assert torch.equal(call, wanted)  # whatever calls before have left
+    steps = list(graph_cache._of(model).steps.values())
+    assert [step.key.rows for step in steps] == [1, 4]
+    assert steps[1].buffers.own[0].prefix[0].any()  # the next call may be like the last one
+    graph_cache.take(model, steps[0].key, lambda: None)
+    steps[0].clear()
+    before = host_memory._resident()
+    for step in steps:
+        for kv in step.buffers.own:
+            for part in kv.prefix:
+                assert not part.any()  # reads zeros of the system, which are one page
+                part.fill_(1)
+    assert host_memory._resident() - before > sum(expected.values()) * 0.9

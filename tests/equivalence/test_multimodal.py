@@ -16,6 +16,7 @@ from tests.equivalence.cases import DECODING, draws_others
 from tests.equivalence.check import accelerated, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, VOCABULARY, Weights, enliven
 from tests.equivalence.multimodal import CONFIGS, LENGTH, PICTURES, build, llava, made, text
+from tests.equivalence.test_failures import break_
 
 pytestmark = [
     pytest.mark.usefixtures("way"),
@@ -40,11 +41,6 @@ def _all_of(options: dict[str, Any], name: str, way: str) -> dict[str, Any]:
     return options if way == "graphs" and name in WITH_STATES else {**options, **SCORES}
 
 
-def _needs_same_draws(way: str, options: dict[str, Any]) -> None:
-    if way == "graphs" and options.get("do_sample"):
-        pytest.skip("other samples are drawn there")
-
-
 def _assert_captured(calls: int) -> None:
     assert captures() == calls, (reasons(), fallbacks())
 
@@ -54,7 +50,6 @@ def _assert_captured(calls: int) -> None:
 def test_text(name: str, decoding: str, way: str) -> None:
     """Twice, so that a step that is kept serves a call of other lengths, too."""
     model, options = build(name), _all_of(DECODING[decoding], name, way)
-    _needs_same_draws(way, options)
     for length in (LENGTH, LENGTH - 6):
         check(model, {key: value[:, -length:] for key, value in text(3).items()}, options)
     _assert_captured(2)
@@ -66,7 +61,6 @@ def test_text(name: str, decoding: str, way: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PICTURES if name in CAPTURED])
 def test_pictures(name: str, counts: tuple[int, ...], decoding: str, way: str) -> None:
     options = DECODING[decoding]
-    _needs_same_draws(way, options)
     check(build(name), PICTURES[name](counts), _all_of(options, name, way))
     if not READS_ONCE:
         return
@@ -118,17 +112,15 @@ def test_positions_that_the_model_does_not_read(name: str, options: dict[str, An
     assert list(reasons()) == ["positions that the model does not read"]
 
 
-@pytest.mark.parametrize("name", ["Mllama"])
-def test_left_to_the_original(name: str) -> None:
-    check(build(name), text(), SCORES)
+def test_left_to_the_original() -> None:
+    check(build("Mllama"), text(), SCORES)
     assert list(fallbacks()) == ["K and V of pictures in the cache of the text"]
 
 
 @needs_pictures
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
-def test_a_model_that_keeps_the_positions_of_all_steps(options: dict[str, Any], way: str) -> None:
+def test_a_model_that_keeps_the_positions_of_all_steps(options: dict[str, Any]) -> None:
     """From its prefill, a row for each sequence; and of the grids, the library gives each sequence one twice."""
-    _needs_same_draws(way, options)
     grids = {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 2]] * 2), "images_per_sample": torch.tensor([2, 2])}
     model = build("GlmImage")
     for inputs in ({**text(), **grids}, text()):
@@ -175,14 +167,10 @@ def test_what_the_user_has_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with fastgen.disabled(), torch.no_grad():
         expected, count = generate()
-    monkeypatch.setattr(prefill, "prefill_in_groups", _fail)
+    break_(monkeypatch, prefill, "prefill_in_groups", 1)
     with pytest.warns(RuntimeWarning, match="planted"):
         found, again = generate()
     assert torch.equal(found, expected) and again == count
-
-
-def _fail(*arguments: Any) -> None:
-    raise ValueError("planted")
 
 
 def test_assistants_are_the_librarys() -> None:
@@ -210,9 +198,8 @@ def test_weights_that_change(name: str) -> None:
 @pytest.mark.parametrize("given", ["embeddings", "masked", "last tokens, too"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}, {"repetition_penalty": 1.3}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "opt", "qwen3"])
-def test_embeddings_in_place_of_tokens(name: str, options: dict[str, Any], given: str, way: str) -> None:
+def test_embeddings_in_place_of_tokens(name: str, options: dict[str, Any], given: str) -> None:
     """Learned prompts are such, and what code of others makes of pictures. The first ones are the longest."""
-    _needs_same_draws(way, options)
     family = BY_NAME[name]
     model = family.build()
     for length in (150, 44):

@@ -13,10 +13,12 @@ from packaging.version import Version
 
 import fastgen
 from fastgen import counters, settings
+from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.optimizer.transformers.captured import sizes
 from tests.equivalence.captured import Counting, captures, reasons
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, ONE_CODEBOOK, build, calls, inputs, ways
+from tests.equivalence.test_failures import break_
 from tests.equivalence.user_code import Listens
 
 RELEASE = Version(transformers.__version__)
@@ -34,12 +36,11 @@ def without_captured_steps() -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loop_that_the_models_own_generate_begins(name: str, without_captured_steps: None) -> None:
-    model = build(MODELS[name])
-    for options in ways(name):
-        check(model, inputs(name), options)
-        if name != "bark":  # whose parts hand on tokens
-            check(model, inputs(name), {**options, **SCORES})
-    assert accelerated() == calls(name) * len(ways(name)) * (1 if name == "bark" else 2) and not fallbacks()
+    returned = {} if name == "bark" else SCORES  # its parts hand on tokens
+    given = [{**options, **returned} for options in ways(name)] + ([ways(name)[-1]] if returned else [])
+    for options in given:
+        check(build(MODELS[name]), inputs(name), options)
+    assert accelerated() == calls(name) * len(given) and not fallbacks()
 
 
 @pytest.mark.parametrize("name", CAPTURED)
@@ -145,18 +146,6 @@ def test_several_sequences_for_an_input_are_left_to_the_library() -> None:
 
 
 def test_a_failure_in_such_a_loop_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastgen.decoding.kv.growing import GrowingKV
-
-    model = build(MODELS["musicgen"])
-    with fastgen.disabled():
-        torch.manual_seed(0)
-        expected = model.generate(**inputs("musicgen"), do_sample=True, guidance_scale=3.0)
-
-    def fails(self: GrowingKV, *given: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(GrowingKV, "extend", fails)
-    torch.manual_seed(0)
+    break_(monkeypatch, GrowingKV, "extend", 1)
     with pytest.warns(RuntimeWarning, match="planted"):
-        found = model.generate(**inputs("musicgen"), do_sample=True, guidance_scale=3.0)
-    assert torch.equal(found, expected)
+        check(build(MODELS["musicgen"]), inputs("musicgen"), {"do_sample": True, "guidance_scale": 3.0})

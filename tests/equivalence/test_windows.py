@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import fastgen
 from fastgen import counters, releases
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons, record_from
-from tests.equivalence.check import accelerated, cache_with, check, fallbacks, run
+from tests.equivalence.cases import draws_others
+from tests.equivalence.check import accelerated, cache_with, check, fallbacks
 from tests.equivalence.models import BY_NAME, LONG
 from tests.equivalence.others import KNOWN
 from tests.noting import noted
@@ -22,7 +22,7 @@ from tests.noting import noted
 pytestmark = pytest.mark.sampled(
     4,
     each=("way", "name", "options", "length", "first", "more", "knows_model", "filled"),
-    skips=lambda given: given.get("way") == "graphs" and "do_sample" in WAYS.get(str(given.get("options")), {}),
+    skips=draws_others,
 )
 
 BEYOND = "more positions than the sliding window"
@@ -53,22 +53,16 @@ def _record_never(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("length", [3, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_are_captured(
-    name: str, length: int, options: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_captured(name: str, length: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the prompt is longer than the window, or what is generated goes beyond it. Rows have padding in front."""
-    if "do_sample" in WAYS[options] and request.getfixturevalue("way") == "graphs":
-        pytest.skip("other samples are drawn there")
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
     family = FAMILIES[name]
     window = family.config["sliding_window"]
     assert window < LONG
-    inputs = family.make_inputs(3, length)
-    new = max(60, 2 * window)
-    check(family.build(), inputs, {**NEW, "max_new_tokens": new, **WAYS[options]})
+    check(family.build(), family.make_inputs(3, length), {**NEW, "max_new_tokens": max(60, 2 * window), **options})
     assert captures() == accelerated() == 1, (reasons(), fallbacks())
 
 
@@ -122,15 +116,12 @@ def test_without_a_captured_step_the_librarys_layers_go_on(
     _record_never(monkeypatch)
     family = FAMILIES[name]
     updates = noted(monkeypatch, SharedLayer, "update", lambda layer, keys, *given, **more: keys.shape[2])
-    model, inputs = family.build(), family.make_inputs(2, LONG)
-    new = {**NEW, "max_new_tokens": 2 * family.config["sliding_window"]}
-    check(model, inputs, {**new, **WAYS[options]})
-    assert not captures() and not accelerated() and fallbacks() == {BEYOND: 1}
-    assert list(reasons()) == [counters.NOT_YET]
-    assert 1 not in updates, "a step was made on FastGen's store"
-    with fastgen.disabled():
-        expected = run(model, inputs, {**new, **WAYS[options]})
-    near_ties.assert_same(expected, run(model, inputs, {**new, **WAYS[options]}))
+    new = {**NEW, "max_new_tokens": 2 * family.config["sliding_window"], **WAYS[options]}
+    for calls in (1, 2):
+        check(family.build(), family.make_inputs(2, LONG), new)
+        assert not captures() and not accelerated() and fallbacks() == {BEYOND: calls}
+        assert list(reasons()) == [counters.NOT_YET]
+        assert 1 not in updates, "a step was made on FastGen's store"
 
 
 def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,14 +58,8 @@ def targets(generated: Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_scores_of_each_step(side: str, use_cache: bool) -> None:
     model, rows = tiny_model(), sources(*LENGTHS)
-    result = model.generate(
-        **batch(rows, side),
-        max_new_tokens=8,
-        min_new_tokens=8,
-        use_cache=use_cache,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+    result = model.generate(**batch(rows, side), **options, use_cache=use_cache)
     made = result.sequences[:, 1:].tolist()
     for step, logits in enumerate(result.logits):
         for row, source in enumerate(rows):
@@ -101,22 +97,15 @@ def test_beam_search_that_keeps_everything_finds_the_best() -> None:
 def test_samples_are_drawn_from_the_scores() -> None:
     model, rows, steps = tiny_model(), sources(8, 36), 6
     torch.manual_seed(5)
-    found = model.generate(
-        **batch(rows),
-        do_sample=True,
-        top_k=0,
-        temperature=1.5,
-        num_return_sequences=3,
-        max_new_tokens=steps,
-        min_new_tokens=steps,
-    )
+    drawn = {"do_sample": True, "top_k": 0, "temperature": 1.5, "num_return_sequences": 3}
+    found = model.generate(**batch(rows), **drawn, max_new_tokens=steps, min_new_tokens=steps)
     torch.manual_seed(5)
     made: list[list[int]] = [[] for _ in range(6)]
     for _ in range(steps):
         logits = torch.stack([plain_logits(model, rows[row // 3], made[row]) for row in range(6)]).float()
         logits[:, SEP] = -torch.inf
-        drawn = torch.multinomial((logits / 1.5).softmax(-1), 1).squeeze(1)
-        for row, token in zip(made, drawn.tolist(), strict=True):
+        chosen = torch.multinomial((logits / 1.5).softmax(-1), 1).squeeze(1)
+        for row, token in zip(made, chosen.tolist(), strict=True):
             row.append(token)
     assert found[:, 1:].tolist() == made
     assert len({tuple(row) for row in made}) == 6
@@ -143,11 +132,8 @@ def test_several_tokens_behind_a_cache() -> None:
     model, (source,) = tiny_model(), sources(11)
     with torch.no_grad():
         output = model(torch.tensor([source]), decoder_input_ids=torch.tensor([[PAD, 9]]))
-        output = model(
-            torch.tensor([source]),
-            decoder_input_ids=torch.tensor([[8, 7]]),
-            **releases.with_cache(releases.cache_in(output)),
-        )
+        cache = releases.with_cache(releases.cache_in(output))
+        output = model(torch.tensor([source]), decoder_input_ids=torch.tensor([[8, 7]]), **cache)
     assert releases.cache_in(output).get_seq_length() == len(source) + 3
     torch.testing.assert_close(output.logits[0, 0].double(), plain_logits(model, source, [9, 8, 7]), atol=2e-4, rtol=0)
 
@@ -162,13 +148,9 @@ def test_what_a_tokenizer_of_bert_gives() -> None:
 
 def test_attentions_and_hidden_states() -> None:
     model, rows = tiny_model(attn_implementation="eager"), sources(6, 9)
+    targets, returned = torch.tensor([[PAD, 8], [PAD, 9]]), {"output_attentions": True, "output_hidden_states": True}
     with torch.no_grad():
-        output = model(
-            **batch(rows),
-            decoder_input_ids=torch.tensor([[PAD, 8], [PAD, 9]]),
-            output_attentions=True,
-            output_hidden_states=True,
-        )
+        output = model(**batch(rows), decoder_input_ids=targets, **returned)
     assert [states.shape for states in output.decoder_hidden_states] == [(2, 11, 32)] * 4
     for weights in output.decoder_attentions:
         assert weights.shape == (2, 4, 11, 11)
@@ -277,6 +259,12 @@ def _published(types: int = 6, layers: int = 2) -> dict[str, Tensor]:
     return weights
 
 
+def _load(path: Path, weights: Any, **options: Any) -> UniLMForSeq2SeqLM:
+    """The model of a file with these weights."""
+    torch.save(weights, path)
+    return UniLMForSeq2SeqLM.from_published(path, **_tokens() | options)
+
+
 def _assert_loaded(model: UniLMForSeq2SeqLM, weights: dict[str, Tensor]) -> None:
     found = model.state_dict()
     used = {name for name in weights if "pooler" not in name and "seq_relationship" not in name}
@@ -292,8 +280,7 @@ def _assert_loaded(model: UniLMForSeq2SeqLM, weights: dict[str, Tensor]) -> None
 
 def test_a_file_of_unilm_v1(tmp_path) -> None:
     weights = _published()
-    torch.save(weights, tmp_path / "unilm1.bin")
-    model = UniLMForSeq2SeqLM.from_published(tmp_path / "unilm1.bin", **_tokens())
+    model = _load(tmp_path / "unilm1.bin", weights)
     _assert_loaded(model, weights)
     config = model.config
     assert (config.source_type_id, config.target_type_id, config.layer_norm_eps) == (4, 5, 1e-5)
@@ -326,8 +313,7 @@ def test_a_bert_in_half_precision_with_its_oldest_names(tmp_path) -> None:
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
         for name, value in weights.items()
     }
-    torch.save(old, tmp_path / "weights.bin")
-    model = UniLMForSeq2SeqLM.from_published(tmp_path / "weights.bin", **_tokens())
+    model = _load(tmp_path / "weights.bin", old)
     _assert_loaded(model, {name: value.float() for name, value in weights.items()})
     assert (model.config.source_type_id, model.config.target_type_id) == (0, 1)
 
@@ -345,15 +331,13 @@ def test_one_matrix_for_query_key_and_value(tmp_path) -> None:
             fused.pop(f"{prefix}{part}.bias").view(1, 1, -1) for part in ("query", "value")
         )
         del fused[f"{prefix}key.bias"]
-    torch.save(fused, tmp_path / "unilm1.2.bin")
-    _assert_loaded(UniLMForSeq2SeqLM.from_published(tmp_path / "unilm1.2.bin", **_tokens()), weights)
+    _assert_loaded(_load(tmp_path / "unilm1.2.bin", fused), weights)
 
 
 @pytest.mark.parametrize("length", [20, 48, 110])
 def test_more_positions_and_fewer(tmp_path, length: int) -> None:
     weights = _published()
-    torch.save(weights, tmp_path / "weights.bin")
-    model = UniLMForSeq2SeqLM.from_published(tmp_path / "weights.bin", **_tokens(), max_position_embeddings=length)
+    model = _load(tmp_path / "weights.bin", weights, max_position_embeddings=length)
     old = weights["bert.embeddings.position_embeddings.weight"]
     assert torch.equal(model.bert["embeddings"].position_embeddings.weight, torch.cat([old] * 3)[:length])
 
@@ -384,9 +368,8 @@ def _without(weights: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     ],
 )
 def test_weights_that_are_not_those_of_a_unilm(tmp_path, change, message: str) -> None:
-    torch.save(change(_published()), tmp_path / "weights.bin")
     with pytest.raises(ValueError, match=message) as caught:
-        UniLMForSeq2SeqLM.from_published(tmp_path / "weights.bin", **_tokens())
+        _load(tmp_path / "weights.bin", change(_published()))
     assert "\n" not in str(caught.value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,9 @@ def test_the_dictionary_names_special_tokens_where_they_are(tmp_path):
         BertDictionary.load_from_file(str(path))
 
 
-def test_its_modules_may_be_imported_first() -> None:
+def test_its_modules_may_be_imported_first(programs: Path) -> None:
     """Then they import FairSeq, which registers its own models meanwhile."""
-    command = [sys.executable, "-c", "import fastgen.models.prophetnet.attention"]
+    command = [programs / "python", "-c", "import fastgen.models.prophetnet.attention"]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
@@ -44,15 +43,8 @@ def test_architectures_are_the_published_shapes():
     def shape(name: str, **given: Any) -> tuple[Any, ...]:
         args = Namespace(**given)
         models.ARCH_CONFIG_REGISTRY[f"ngram_transformer_prophet{name}"](args)
-        return (
-            args.decoder_embed_dim,
-            args.encoder_ffn_embed_dim,
-            args.decoder_layers,
-            args.encoder_attention_heads,
-            args.activation_fn,
-            args.share_all_embeddings,
-            args.ngram,
-        )
+        names = "decoder_embed_dim encoder_ffn_embed_dim decoder_layers encoder_attention_heads activation_fn"
+        return tuple(getattr(args, each) for each in [*names.split(), "share_all_embeddings", "ngram"])
 
     assert shape("") == (512, 2048, 6, 8, "relu", False, 2)
     assert shape("_base") == (768, 3072, 6, 12, "gelu", True, 2)

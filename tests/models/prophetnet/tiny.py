@@ -65,15 +65,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "three streams": {"ngram": 3},
     "one stream": {"ngram": 1},
     "own embeddings": {
-        "share_all_embeddings": False,
-        "share_decoder_input_output_embed": False,
-        "activation_fn": "relu",
+        "share_all_embeddings": False, "share_decoder_input_output_embed": False, "activation_fn": "relu",
     },
     "deeper encoder": {
-        "encoder_layers": 3,
-        "encoder_embed_dim": 24,
-        "share_all_embeddings": False,
-        "num_buckets": 32,
+        "encoder_layers": 3, "encoder_embed_dim": 24, "share_all_embeddings": False, "num_buckets": 32,
         "relative_max_distance": 128,
     },
-}
+}  # fmt: skip

@@ -1,8 +1,9 @@
-"""Kinds of inputs that share a step: what serves both of two, whoever comes first."""
+"""Kinds of inputs that share a step: what serves both of two, whoever comes first, and the numbers of each input."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper
+from transformers.generation import logits_process as library
 
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.kind import MOST_ALIKE, Kind
+from fastgen.optimizer.transformers.captured.processor_data import Bucket
 from fastgen.optimizer.transformers.captured.processors import Signed
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from tests.optimizer.transformers.captured.test_processors import (
+    CPU,
+    FIRST,
+    PROCESSORS,
+    VOCABULARY,
+    Call,
+    Step,
+    captured,
+    expected_of,
+    known,
+    scores_of,
+    signature,
+)  # fmt: skip
 
 PENALTY = Signed((rewritten.RepetitionPenalty, False), (None,))
 TOP_K, TOP_P = Signed((rewritten.TopK, 64, -1.0), ()), Signed((rewritten.TopP, -1.0, 1), ())
@@ -126,3 +142,75 @@ def test_numbers_find_their_places(one: list[Signed], other: list[Signed]) -> No
         assert [number for number in found if isinstance(number, int)] == list(range(len(own)))
         for shared, number in zip(wide.processors or (), found, strict=True):
             assert shared == own[number] if isinstance(number, int) else len(number) == 1
+
+
+# ---- the numbers of each input in a step with slots
+
+
+# Of each kind whose numbers are those of each input in slots, some that differ in nothing else.
+OF_EACH_INPUT: dict[str, Callable[[Call], list[Any]]] = {
+    "min_length": lambda call: [library.MinLengthLogitsProcessor(n, torch.tensor([2])) for n in (3, 9, 6)],
+    "forced_eos": lambda call: [library.ForcedEOSTokenLogitsProcessor(call.limit - n, 2) for n in (0, 4, 1)],
+    "repetition": lambda call: [library.RepetitionPenaltyLogitsProcessor(x) for x in (1.3, 0.7, 1.0)],
+    "temperature": lambda call: [library.TemperatureLogitsWarper(x) for x in (0.7, 1.0, 1.9)],
+    "top_k": lambda call: [library.TopKLogitsWarper(n) for n in (4, 50, 1)],
+    "top_p": lambda call: [library.TopPLogitsWarper(x) for x in (0.8, 0.33, 0.95)],
+    "min_p": lambda call: [library.MinPLogitsWarper(x) for x in (0.1, 0.7, 0.003)],
+    "typical": lambda call: [library.TypicalLogitsWarper(x) for x in (0.6, 0.2, 0.9)],
+    "epsilon": lambda call: [library.EpsilonLogitsWarper(x) for x in (0.05, 0.2, 0.001)],
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH_INPUT)
+def test_each_input_has_numbers_of_its_own(name: str) -> None:
+    """Where they come and go: also behind a move to another place, and in a step for more inputs."""
+    call = Call(inputs=3, beams=2)
+    lengths, given = call.lengths, OF_EACH_INPUT[name](call)
+    made = captured(given[2], Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
+    assert len({signature(each, lengths) for each in given}) == 1
+    one, larger = made.of_batch(1), made.of_batch(5)
+    for place, each in enumerate(given[:2]):
+        own = known(each, lengths)
+        one.put(own.numbers)
+        made.insert(one, 0, place)
+        assert own.shared() is not None and own.shared() == known(given[2], lengths).shared()
+    for place, target in enumerate((4, 0, 2)):
+        larger.insert(made, place, target)
+    order, step, large = [1, 1, 2, 1, 0], Step(call.rows), call._replace(inputs=5)
+    for length in range(call.prompt, call.limit):
+        scores = scores_of(call.rows, seed=length)
+        expected = [expected_of(each, call, length, scores) for each in given]
+        result = made(scores.clone(), step.set(call, length)).unflatten(0, (3, 2))
+        for place, alone in enumerate(expected):
+            torch.testing.assert_close(result[place], alone.unflatten(0, (3, 2))[place], rtol=0, atol=0)
+        scores = scores_of(large.rows, seed=length)
+        expected = [expected_of(given[number], large, length, scores) for number in order]
+        result = larger(scores.clone(), Step(large.rows).set(large, length)).unflatten(0, (5, 2))
+        for place in (0, 2, 4):
+            torch.testing.assert_close(result[place], expected[place].unflatten(0, (5, 2))[place], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted({*OF_EACH_INPUT, "suppress_at_begin"} - {"typical"}))
+def test_neutral_numbers_change_no_bit(name: str) -> None:
+    """Of one input; those beside it get what their own numbers say."""
+    call = Call(inputs=3, beams=2)
+    lengths = call.lengths
+    processor = PROCESSORS[name](call) if name in PROCESSORS else OF_EACH_INPUT[name](call)[0]
+    made = captured(processor, Bucket(CPU, 3, call.beams, VOCABULARY, slots=True), lengths)
+    nothing = known(processor, lengths).neutral
+    assert nothing is not None
+    made.put(nothing, 1)
+    step = Step(call.rows)
+    for length in range(call.prompt, call.limit):
+        scores = scores_of(call.rows, seed=length)
+        scores[2:4, length % VOCABULARY] = -torch.inf
+        expected = expected_of(processor, call, length, scores)
+        result = made(scores.clone(), step.set(call, length))
+        assert torch.equal(result[2:4], scores[2:4])
+        for rows in (slice(0, 2), slice(4, 6)):
+            torch.testing.assert_close(result[rows], expected[rows], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["suppress", "no_repeat_2", "bad_words", "inf_nan", "normalise", "typical"])
+def test_some_are_never_neutral(name: str) -> None:
+    assert known(PROCESSORS[name](FIRST), FIRST.lengths).neutral is None

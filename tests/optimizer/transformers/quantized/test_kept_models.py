@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fastgen
+from fastgen import settings
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedWeight
 from fastgen.quantization.unpacked import Unpacked
 from tests.optimizer.transformers.quantized.checkpoints import CASES, VOCABULARY, inputs_of, llama, quantize, save
 from tests.optimizer.transformers.quantized.test_gguf import write_gpt2, write_llama  # which may skip
+from tests.optimizer.transformers.quantized.test_stored import check_logits
 
 Both = tuple[PreTrainedModel, PreTrainedModel]
 
@@ -55,13 +57,6 @@ def both(as_read: Both) -> Both:
 
 def kept(model: nn.Module) -> int:
     return sum(isinstance(module, QuantizedWeight) for module in model.modules())
-
-
-def check_logits(ours: PreTrainedModel, theirs: PreTrainedModel, **tolerances: float) -> None:
-    inputs = inputs_of(theirs)
-    with torch.no_grad():
-        tolerances = tolerances or {"rtol": 1e-4, "atol": 1e-4}
-        torch.testing.assert_close(ours(**inputs).logits, theirs(**inputs).logits, **tolerances)
 
 
 def refused(work: Callable[[], object], model: nn.Module) -> str:
@@ -253,15 +248,8 @@ def test_lora(both: Both, tmp_path: Path) -> None:
     for name, parameter in trained.items():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-2, atol=1e-4)
     ours.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(both[0].__class__.from_pretrained(**_again(both)), tmp_path / "adapter")
-    check_logits(again.eval(), ours.eval())
-
-
-def _again(both: Both) -> dict[str, Any]:
-    name = both[0].config.name_or_path
-    return {
-        "pretrained_model_name_or_path": name, "gguf_file": "model.gguf", "quantization_config": fastgen.KeepBits(),
-    }  # fmt: skip
+    again, _ = read(Path(both[0].config.name_or_path))
+    check_logits(peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), ours.eval())
 
 
 def test_saving_adapters_unpacks_nothing(both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,8 +275,6 @@ def test_training_a_kept_layer_is_refused(both: Both) -> None:
 
 def test_captured_steps_after_all_of_this(both: Both) -> None:
     """A model that has been changed is recorded anew."""
-    from fastgen import settings
-
     ours, theirs = both
     inputs = inputs_of(theirs)
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}

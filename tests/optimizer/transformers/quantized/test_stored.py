@@ -59,6 +59,20 @@ def low_bit_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, QuantizedLinearLayer)]
 
 
+def check_logits(model: nn.Module, reference: nn.Module, **tolerances: float) -> None:
+    inputs = inputs_of(reference)
+    with torch.no_grad():
+        tolerances = tolerances or {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, **tolerances)
+
+
+def saved(folder: Path, case: str, **options: Any) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A checkpoint of a Llama, the model with its weights unpacked, and the tensors of the file."""
+    reference, tensors = quantize(llama(**options), CASES[case])
+    save(folder, reference, tensors, CASES[case].config)
+    return reference, tensors
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", MODELS)
@@ -70,10 +84,9 @@ def test_equal_to_the_model_with_dequantized_weights(name: str, case: str, tmp_p
     linear = {n for n, module in reference.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     assert set(low_bit_layers(model)) == linear - {"lm_head"}
     assert not any(parameter.is_meta for parameter in model.parameters())
-    inputs = inputs_of(reference)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    check_logits(model, reference)
     if case in ("gptq-act-order", "awq"):
+        inputs = inputs_of(reference)
         inputs.pop("decoder_input_ids", None)
         options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(**inputs, **options), reference.generate(**inputs, **options))
@@ -82,8 +95,7 @@ def test_equal_to_the_model_with_dequantized_weights(name: str, case: str, tmp_p
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     """Scales stay those of the file; all else is of the model's type."""
-    reference, tensors = quantize(llama(), CASES["gptq-asymmetric"])
-    save(tmp_path, reference, tensors, gptq_config(sym=False))
+    reference, tensors = saved(tmp_path, "gptq-asymmetric")
     model = load(tmp_path, dtype=dtype)
     layer = model.get_submodule("model.layers.0.mlp.up_proj")
     assert torch.equal(unpack(layer.packed).scales, tensors["model.layers.0.mlp.up_proj.scales"].t())
@@ -100,8 +112,7 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_saved_as_it_was_read(case: str, tmp_path: Path) -> None:
-    reference, tensors = quantize(llama(), CASES[case])
-    save(tmp_path / "given", reference, tensors, CASES[case].config)
+    reference, _ = saved(tmp_path / "given", case)
     load(tmp_path / "given").save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     found = {}
@@ -112,9 +123,7 @@ def test_saved_as_it_was_read(case: str, tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"] == CASES[case].config
-    again, inputs = load(tmp_path / "saved"), inputs_of(reference)
-    with torch.no_grad():
-        torch.testing.assert_close(again(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    check_logits(load(tmp_path / "saved"), reference)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -133,10 +142,7 @@ def test_a_run_leaves_no_weight_in_floating_point(tmp_path: Path, monkeypatch: p
     """Neither loading nor the steps of calls, captured ones among them, keep an unpacked copy."""
     replays = noted(monkeypatch, Program, "replay")
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    reference, tensors = quantize(llama(intermediate_size=1024), CASES["gptq"])
-    save(tmp_path, reference, tensors, gptq_config())
-    inputs, least = inputs_of(reference), 64 * 1024
-    del reference, tensors
+    inputs, least = inputs_of(saved(tmp_path, "gptq", intermediate_size=1024)[0]), 64 * 1024
     before = set(map(id, _large(least)))
     model = load(tmp_path)
     for activations in ("float", "int8"):
@@ -159,33 +165,33 @@ def _large(least: int) -> list[torch.Tensor]:
 
 
 def test_status(tmp_path: Path) -> None:
-    reference, tensors = quantize(llama(), CASES["awq"])
-    save(tmp_path, reference, tensors, CASES["awq"].config)
-    gc.collect()  # models of other tests
+    def notes() -> list[str]:
+        gc.collect()
+        return [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+
+    saved(tmp_path, "awq")
+    assert not notes()
     model = load(tmp_path)
-    (line,) = [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+    (line,) = notes()
     assert line.startswith("LlamaForCausalLM read from awq: 14 layers of 4 bits in ")
     model.dequantize()
-    assert not [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+    assert not notes()
     model = load(tmp_path)
-    assert [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+    assert notes()
     del model
-    gc.collect()
-    assert not [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+    assert not notes()
 
 
 def test_names_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
     reference, tensors = quantize(llama(), CASES["gptq"])
     renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save(tmp_path, reference, renamed, CASES["gptq"].config)
-    model, inputs = load(tmp_path), inputs_of(reference)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    check_logits(load(tmp_path), reference)
 
 
 def test_disabled(tmp_path: Path) -> None:
     """The library is as if FastGen was not there: without the package it refuses the checkpoint."""
-    save(tmp_path, *quantize(llama(), CASES["gptq"]), CASES["gptq"].config)
+    saved(tmp_path, "gptq")
     with fastgen.disabled(), pytest.raises(ImportError, match="optimum"):
         load(tmp_path)
     patched = modeling_utils.get_hf_quantizer
@@ -238,7 +244,7 @@ def test_left_to_the_library(config: dict[str, Any], reason: str, tmp_path: Path
 
 
 def test_calls_left_to_the_library(tmp_path: Path) -> None:
-    save(tmp_path, *quantize(llama(), CASES["gptq"]), CASES["gptq"].config)
+    saved(tmp_path, "gptq")
     with pytest.raises(ImportError, match="optimum"), pytest.warns(UserWarning, match="quantization_config"):
         load(tmp_path, quantization_config=GPTQConfig(bits=4))
     assert counts()["fallback"] == {"the call has a quantization_config of its own": 1}
@@ -339,7 +345,7 @@ def test_damaged_layers(tensor: str, change: Any, message: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("part", [0.001, 0.5])
 def test_truncated_files(part: float, tmp_path: Path) -> None:
-    save(tmp_path, *quantize(llama(), CASES["pack"]), CASES["pack"].config)
+    saved(tmp_path, "pack")
     file = tmp_path / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[: int(part * len(data))])
@@ -358,12 +364,9 @@ def test_equal_to_what_compressed_tensors_reads(tmp_path: Path) -> None:
     """The library itself, where it has the package: it unpacks the weights. Packed zeros it cannot load."""
     pytest.importorskip("compressed_tensors.compressors")
     for case in ("pack", "pack-8-bits", "pack-channels"):
-        save(tmp_path, *quantize(llama(), CASES[case]), CASES[case].config)
+        saved(tmp_path, case)
         ours = load(tmp_path)
         with fastgen.disabled():
             theirs = load(tmp_path)
         assert low_bit_layers(ours) and not low_bit_layers(theirs)
-        inputs = inputs_of(ours)
-        with torch.no_grad():
-            expected = theirs(**inputs).logits  # it rounds weights to the type of the scales
-            torch.testing.assert_close(ours(**inputs).logits, expected, rtol=1e-2, atol=1e-3)
+        check_logits(ours, theirs, rtol=1e-2, atol=1e-3)  # the library rounds weights to the type of the scales
