@@ -51,10 +51,10 @@ def failing(name: str, error: BaseException) -> Stage:
 
 
 class TestWithoutGpu:
-    def test_says_so_in_one_line_with_status_3(self):
+    def test_says_so_in_one_line_with_status_3(self, programs):
         if torch.cuda.is_available():
             pytest.skip("there is a GPU")
-        done = subprocess.run([sys.executable, "-m", "tools.gpu_check"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([programs / "python", "-m", "tools.gpu_check"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 3
         assert done.stdout.count("\n") == 1 and done.stdout.startswith("gpu-check: no NVIDIA GPU")
         assert torch.__version__ in done.stdout and done.stderr == ""

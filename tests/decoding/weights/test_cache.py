@@ -26,7 +26,6 @@ NBYTES = 64 * 64 * 4
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """No other test's copies are counted."""
-    gc.collect()
     cache.drop_all()
     another_call()
     with torch.no_grad():
