@@ -66,8 +66,6 @@ class TestWithoutGpu:
 
 
 class TestWithAnImaginedGpu:
-    """The whole run, with stages that need no GPU."""
-
     @pytest.fixture
     def check(self, monkeypatch, tmp_path):
         def run(stages, *arguments):
@@ -286,7 +284,6 @@ def test_what_the_sanitizer_says(output, status, timed_out, state):
 
 @pytest.mark.long
 def test_kernels_that_the_sanitizer_watches():
-    """On the CPU: the calls are right, and so are the results."""
     from tools.memcheck import check_triton
 
     check_triton("cpu")

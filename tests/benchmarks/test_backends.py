@@ -184,7 +184,6 @@ def test_a_step_is_recorded_before_the_timing(new_tokens, captured, monkeypatch)
 
 @pytest.fixture
 def environments(tmp_path, monkeypatch):
-    """Environments that are this one, for backends in processes of their own."""
     python = {name: tmp_path / name / "bin" / "python" for name in ("openvino", "llama")}
     for path in python.values():
         path.parent.mkdir(parents=True)

@@ -21,7 +21,6 @@ SQUARE = torch.arange(25.0).view(5, 5)
 
 
 def names(function: Callable[[], Any]) -> list[str]:
-    """Of the operators that are left of a function."""
     with torch.inference_mode():
         recording, _ = record(function)
         found = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
@@ -95,7 +94,6 @@ def test_what_is_written_later_is_no_constant(function: Callable[[], None], coun
 
 
 def test_what_was_there_before_is_no_constant() -> None:
-    """A weight may be changed, or something that the user keeps."""
     given = torch.ones(5)
     program = Program()
     program.capture(lambda: OUT.copy_((given * 2).expand(3, 5)))

@@ -26,8 +26,6 @@ def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Greedy:
-    """The output layer of a greedy step, as a program."""
-
     def __init__(self, weight: torch.Tensor, rows: int = 2) -> None:
         self.x, self.out, self.weight = torch.randn(rows, weight.shape[1]), torch.zeros(rows, dtype=torch.int64), weight
         self.program = Program()
@@ -68,7 +66,6 @@ def test_a_weight_that_has_changed_between_two_calls(scale: float, layers: Found
 
 
 def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch, layers: Found) -> None:
-    """A call of a few tokens makes none."""
     monkeypatch.undo()
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     greedy = Greedy(torch.randn(600, 64))

@@ -36,13 +36,10 @@ def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
-    """Of numbers of this type."""
     return torch.randn(outputs, INPUTS).to(dtype).float()
 
 
 class Step:
-    """Products with one input, as a program."""
-
     def __init__(self, *weights: Tensor, rows: int = 2, biased: bool = False) -> None:
         self.x, self.weights = torch.randn(rows, INPUTS), weights
         self.biases = [torch.randn(len(weight)) if biased else None for weight in weights]
@@ -87,7 +84,6 @@ def known(derived_weights: Found) -> Found:
 
 @pytest.fixture
 def copies(known: Found) -> Found:
-    """Those that there are."""
     return lambda: [each for each in known() if each.copy is not None]
 
 
@@ -170,7 +166,6 @@ def test_a_weight_that_the_step_writes_has_no_copy(known: Found) -> None:
 
 
 def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch, copies: Found) -> None:
-    """Nor does it look at the weight."""
     step = Step(weight_of(torch.bfloat16))
     with monkeypatch.context() as context:
         context.setattr(fingerprint, "fingerprint", None)

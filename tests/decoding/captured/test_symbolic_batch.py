@@ -81,7 +81,6 @@ def test_what_is_specialized_does_what_was_recorded(function: Callable[[Buffers]
 
 @pytest.mark.parametrize("function", [product, by_head, by_place, made])
 def test_the_first_inputs_of_larger_buffers(function: Callable[[Buffers], None]) -> None:
-    """The others stay what they are."""
     own, whole = buffers_for(9), buffers_for(9)
     before = {name: buffer.clone() for name, buffer in own.items()}
     symbolic(function).specialize(own, 9, 4, None).replay()

@@ -80,7 +80,6 @@ def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...
 
 
 def begun(device: torch.device, inputs: int = BATCH, at_end: bool = True, **size: int | None):
-    """Buffers with a prompt in them, and the prompt."""
     state, kv = make(device, **size)
     given = prompt(device, inputs)
     kv.load(*given, at_end=at_end)
@@ -226,7 +225,6 @@ def test_a_sliding_window(device, window, each_backend):
 @pytest.mark.parametrize("spelled_out", [False, True])
 @pytest.mark.parametrize(("width", "window"), [(1, None), (1, 3), (2, None)])
 def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
-    """It sees what it would have seen alone, and so do the others."""
     size = {"capacity": CAPACITY + width - 1, "width": width, "window": window}
     (state, kv), (later, alone) = make(device, **size), make(device, **size)
     rows, new_rows = BATCH * PER_INPUT, slice(PER_INPUT, 2 * PER_INPUT)

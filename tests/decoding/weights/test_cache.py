@@ -119,13 +119,6 @@ def test_contents_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 1
 
 
-def test_each_copy_has_a_number_of_its_own() -> None:
-    held = derived(parameter())
-    assert held.number is None
-    numbers = [(held.make(), held.number)[1] for _ in range(3)]
-    assert len(set(numbers)) == 3
-
-
 def test_users_are_told_when_a_copy_goes() -> None:
     class User:
         told = 0
@@ -152,7 +145,6 @@ def test_there_is_one_budget(free: list[int]) -> None:
 
 
 def test_copies_that_were_not_used_lately_go_for_new_ones(free: list[int]) -> None:
-    """The one first that has not been used for longest."""
     held = [derived(parameter()) for _ in range(4)]
     assert held[0].make() is not None and held[1].make() is not None
     for _ in range(cache.BACK_OFF):

@@ -92,7 +92,6 @@ def test_shapes_beyond_one_block(kernel: Kernel, vectors: str | None) -> None:
 
 @EVERY
 def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vectors: str | None) -> None:
-    """However many there are, and whatever is in them."""
     # All numbers of rows that fill tiles or parts of them, and sums in several parts.
     many = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 41, 48, 49, 64, 65, 97, 128, 129, 140)
     for k, sizes in ((300, many), (1700, (1, 2, 5, 8, 9, 16, 17, 26, 49))):
@@ -239,7 +238,6 @@ WEIGHT_MISFITS: dict[str, Callable[[torch.dtype], dict[str, Tensor]]] = {
 
 @cases(WITH_CHECKS, once=True)
 def test_what_does_not_fit_is_refused(kernel: Kernel, vectors: str | None) -> None:
-    """And nothing is written."""
     assert kernel.out is not None
     draw = Draw(kernel)
     misfits = MISFITS | (WEIGHT_MISFITS if kernel.pack is as_it_is else {})
