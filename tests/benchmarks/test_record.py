@@ -11,8 +11,10 @@ def record(**fields) -> Record:
 
 
 def test_ratio_of_medians_and_its_spread():
-    made = record(backends={"transformers": summary([4.0, 6.0, 5.0]), "fastgen": summary([2.0, 2.0, 1.0])})
-    made.compare()
+    made, runs = record(), {"transformers": [4.0, 6.0, 5.0], "fastgen": [2.0, 2.0, 1.0]}
+    found = made.take({name: [(seconds, name) for seconds in times] for name, times in runs.items()})
+    assert found == {name: [name] * 3 for name in runs}
+    assert made.backends == {name: summary(times) for name, times in runs.items()}
     assert made.metrics == {
         "transformers/fastgen": 2.5, "ratio": 2.5, "ratio_min": 2.0, "ratio_max": 5.0, "baseline_seconds": 5.0
     }  # fmt: skip

@@ -44,7 +44,7 @@ PYTHON_NOT_RUN = {
         "needs a server; tests/serve/test_openai.py has one"
     ),
 }
-MOST_TOKENS = 16
+MOST_TOKENS = 24
 NEEDS_FAIRSEQ = {"docs/fairseq.md", "docs/unilm-prophetnet.md"}
 _PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:python|pip|make|fastgen-\S+|cat|head|apt-get|\.venv/\S+) "
 

@@ -79,6 +79,18 @@ def test_what_does_not_fit_into_the_buffers(device):
         state.begin(prompt[:, 1:], 0)
 
 
+@pytest.mark.parametrize("spare", [0, 2])
+def test_a_row_that_has_ended_is_padded(device, spare):
+    """Until the last one ends. Then nothing changes, however late that is noticed."""
+    state = Search(2 + spare, 1, 1 + spare, 4, device, [EOS, SECOND_EOS])
+    state.begin(torch.full((2, 1), 9, device=device), 4, fill=PAD)
+    for tokens in ([EOS, 5], [7, 8], [7, SECOND_EOS], [7, 7], [7, 7]):
+        scores = torch.zeros(2 + spare, VOCABULARY, device=device)
+        scores[range(2), tokens] = 1
+        state.choose(scores, normalise=True)
+    assert state.done and state.results(slice(2), 1).tolist() == [[9, EOS, PAD, PAD], [9, 5, 8, SECOND_EOS]]
+
+
 def test_drawn_rows(device):
     """As often as their probabilities say; what has the probability 0, never."""
     count = 4000

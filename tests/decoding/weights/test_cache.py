@@ -119,6 +119,13 @@ def test_contents_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 1
 
 
+def test_each_copy_has_a_number_of_its_own() -> None:
+    held = derived(parameter())
+    assert held.number is None
+    numbers = [(held.make(), held.number)[1] for _ in range(3)]
+    assert len(set(numbers)) == 3
+
+
 def test_users_are_told_when_a_copy_goes() -> None:
     class User:
         told = 0
