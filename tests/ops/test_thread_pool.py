@@ -88,7 +88,7 @@ def test_one_thread_has_it(no_pool):
 
 @needs_kernel
 @pytest.mark.skipif(sys.platform != "linux", reason="this system neither forks nor binds threads to processors")
-def test_processors_and_forks(programs):
+def test_processors_and_forks():
     """Its threads use the processors of the thread that has it. A fork has threads of its own, whoever forks."""
     code = """
 import os, signal, torch
@@ -117,12 +117,12 @@ for has_it in (True, False):  # the thread that forks
     assert os.waitpid(child, 0)[1] == 0
     torch.ops.fastgen.give_team_back()
 """
-    subprocess.run([programs / "python", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @needs_kernel
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no threads that run when nothing else does")
-def test_nobody_waits_for_a_thread_that_does_not_run(programs):
+def test_nobody_waits_for_a_thread_that_does_not_run():
     """Its part is run by the thread that asked for it, as where other processes have the processors."""
     code = """
 import os, time, torch
@@ -148,7 +148,7 @@ run()
 others = time.process_time() - time.thread_time() - others
 assert others < alone / 4, (others, alone)  # three quarters of the work are theirs otherwise
 """
-    subprocess.run([programs / "python", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @needs_kernel

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.ops.instructions import instruction_set
 needs_kernels = pytest.mark.skipif(
     choose.instruction_set() is Isa.PORTABLE, reason="there are no kernels to tune for this processor"
 )
+ROOT = Path(__file__).parents[3]
 ROWS = (1, 2, 4, 8, 16)
 
 
@@ -175,9 +177,10 @@ def test_there_is_nothing_to_tune_without_vectors(cache: Path, capsys: pytest.Ca
 
 
 @needs_kernels
-def test_the_command_without_a_folder_says_so(programs: Path) -> None:
-    environment, command = {**os.environ, "FASTGEN_CACHE": ""}, [programs / "python", "-m", "fastgen", "tune"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+def test_the_command_without_a_folder_says_so() -> None:
+    environment = {**os.environ, "FASTGEN_CACHE": ""}
+    command = [sys.executable, "-m", "fastgen", "tune"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.splitlines() == ["fastgen: FASTGEN_CACHE is empty: name a folder for the profile"]
 
