@@ -38,12 +38,15 @@ def search(model, prompt, beams, max_length, spare, eos, early_stopping, **optio
         inputs + spare, beams, width + spare, capacity, prompt.device, eos, early_stopping=early_stopping
     )
     state.begin(prompt, max_length - width, fill=PAD, **options)
+    return run(model, state)
+
+
+def run(model, state):
     start = int(state.start[0, 0])
     while not state.done:
         with torch.no_grad():
-            logits = model(state.running_tokens[:, start : start + width].clamp(min=0)).logits[:, -1]
+            logits = model(state.running_tokens[:, start : int(state.length.max())].clamp(min=0)).logits[:, -1]
         state.take(reference(logits, state.running_scores, state.candidates))
-        width += 1
     return state
 
 
@@ -89,6 +92,27 @@ def test_a_row_that_has_ended_is_padded(device, spare):
         scores[range(2), tokens] = 1
         state.choose(scores, normalise=True)
     assert state.done and state.results(slice(2), 1).tolist() == [[9, EOS, PAD, PAD], [9, 5, 8, SECOND_EOS]]
+
+
+def test_copies(device):
+    state = Search(4, 3, 2, 4, device)
+    state.begin(torch.tensor([[3, 4], [5, 6]], device=device), 1)
+    scores = torch.zeros(12, 7, device=device)
+    scores[torch.arange(12), torch.arange(12) % 7] = 1
+    state.choose(scores, normalise=True)
+    assert state.done and state.results(slice(2), 3)[:, [0, -1]].tolist() == [[3 + n // 3 * 2, n] for n in range(6)]
+
+
+def test_one_search_after_the_other(model, device):
+    """What a search leaves in the buffers means nothing to the next one."""
+    options = {"beams": 3, "spare": 0, "eos": [EOS], "early_stopping": False}
+    state = search(model, torch.full((2, 3), 7, device=device), max_length=12, **options)
+    shorter = torch.full((1, 2), 11, device=device)
+    state.begin(shorter, 8, fill=PAD, length_penalty=0.4)
+    alone = search(model, shorter, max_length=10, length_penalty=0.4, **options)
+    assert run(model, state).results(slice(1), 3).tolist() == alone.results(slice(1), 3).tolist()
+    # The model runs on more rows in one of them, and may round otherwise.
+    torch.testing.assert_close(state.scores[:1], alone.scores)
 
 
 def test_drawn_rows(device):
