@@ -51,7 +51,6 @@ def test_identical_and_accelerated(model, options):
 
 
 def letters(padding_side):
-    """A tokenizer of letters, without padding."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     raw = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 2, **{chr(ord("a") + i): 3 + i for i in range(26)}}, "<unk>"))
@@ -106,9 +105,14 @@ def test_later_calls_capture_nothing(model, records, monkeypatch):
     assert made and max(made) < len(calls) - 10, "nothing is captured any more when later calls are measured"
 
 
-def test_calls_that_take_long_are_few(model, monkeypatch):
+@pytest.fixture
+def slow(monkeypatch):
+    """Each call takes half a minute."""
     clock = itertools.count(step=30.0)
     monkeypatch.setattr(comparison.time, "perf_counter", lambda: float(next(clock)))
+
+
+def test_calls_that_take_long_are_few(model, slow, monkeypatch):
     calls = calls_made(monkeypatch)
     fastgen.compare(model, torch.randint(3, 60, (1, 12)), max_new_tokens=4)
     assert [side for side, *_ in calls] == [False, False, True, True, True, False, True]
@@ -169,15 +173,9 @@ def test_a_model_in_a_wrapper_gets_all_inputs(model, monkeypatch):
     assert calls[1][2]["input_ids"].tolist() == [[3, 4, 5]]
 
 
-def test_what_is_still_captured_is_said(model, monkeypatch):
-    clock = itertools.count(step=30.0)
-    monkeypatch.setattr(comparison.time, "perf_counter", lambda: float(next(clock)))
-
-    class Graph:
-        _made = itertools.count(1)
-        made = property(lambda self: next(self._made))
-
-    monkeypatch.setattr(comparison, "graph", Graph())
+def test_what_is_still_captured_is_said(model, slow, monkeypatch):
+    made = itertools.count(1)
+    monkeypatch.setattr(comparison, "graph", type("Graph", (), {"made": property(lambda self: next(made))})())
     result = fastgen.compare(model, torch.randint(3, 60, (1, 12)), max_new_tokens=4)
     assert not result.settled and "still being captured" in str(result)
 

@@ -51,10 +51,10 @@ def failing(name: str, error: BaseException) -> Stage:
 
 
 class TestWithoutGpu:
-    def test_says_so_in_one_line_with_status_3(self):
+    def test_says_so_in_one_line_with_status_3(self, programs):
         if torch.cuda.is_available():
             pytest.skip("there is a GPU")
-        done = subprocess.run([sys.executable, "-m", "tools.gpu_check"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([programs / "python", "-m", "tools.gpu_check"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 3
         assert done.stdout.count("\n") == 1 and done.stdout.startswith("gpu-check: no NVIDIA GPU")
         assert torch.__version__ in done.stdout and done.stderr == ""
@@ -66,8 +66,6 @@ class TestWithoutGpu:
 
 
 class TestWithAnImaginedGpu:
-    """The whole run, with stages that need no GPU."""
-
     @pytest.fixture
     def check(self, monkeypatch, tmp_path):
         def run(stages, *arguments):
@@ -286,7 +284,6 @@ def test_what_the_sanitizer_says(output, status, timed_out, state):
 
 @pytest.mark.long
 def test_kernels_that_the_sanitizer_watches():
-    """On the CPU: the calls are right, and so are the results."""
     from tools.memcheck import check_triton
 
     check_triton("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,71 +41,64 @@ def member_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return lambda text: lines.__setitem__(0, text)
 
 
-def test_without_a_limit_it_is_the_machines(tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    member_of("4:cpu:/x\n0::/\n")
-    assert memory.free_host_memory() == 8 * GIB
-    group(tmp_path, "max", 2 * GIB)
-    assert memory.free_host_memory() == 8 * GIB
+IN_ROOT = "0::/\n"
 
 
-def test_the_limit_of_the_container_counts(tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    member_of("0::/\n")
-    group(tmp_path, 4 * GIB, 3 * GIB, reclaimable=GIB // 2)
-    assert memory.free_host_memory() == GIB + GIB // 2
-    assert free_memory(torch.device("cpu")) == memory.free_host_memory()  # what batches are planned with
-    group(tmp_path, 4 * GIB, 5 * GIB)
-    assert memory.free_host_memory() == 0
-    group(tmp_path, 64 * GIB, 3 * GIB)
-    assert memory.free_host_memory() == 8 * GIB
+@pytest.mark.parametrize(
+    ("member", "groups", "free"),
+    [
+        pytest.param("4:cpu:/x\n0::/\n", {}, 8 * GIB, id="no group of memory"),
+        pytest.param(IN_ROOT, {"": ("max", 2 * GIB)}, 8 * GIB, id="no limit"),
+        pytest.param(IN_ROOT, {"": (4 * GIB, 3 * GIB, GIB // 2)}, GIB + GIB // 2, id="files can be reclaimed"),
+        pytest.param(IN_ROOT, {"": (4 * GIB, 5 * GIB)}, 0, id="beyond the limit"),
+        pytest.param(IN_ROOT, {"": (64 * GIB, 3 * GIB)}, 8 * GIB, id="the machine has less"),
+        pytest.param(
+            "0::/user/job/task\n",
+            {"user/job/task": (7 * GIB, 0), "user": (3 * GIB, GIB)},
+            2 * GIB,
+            id="a group around it",
+        ),
+        # The kernel takes longer to write statistics than all else that is read, and small calls would notice.
+        pytest.param(IN_ROOT, {"": (64 * GIB, GIB, -60 * GIB)}, 8 * GIB, id="statistics are not read far from a limit"),
+        # A container sees its group as the root.
+        pytest.param(
+            "5:pids:/\n4:memory:/docker/abc\n0::/\n", {"memory": (3 * GIB, GIB, 5, 1)}, 2 * GIB + 5, id="version 1"
+        ),
+    ],
+)
+def test_free_memory(
+    member: str, groups: dict[str, tuple[Any, ...]], free: int, tmp_path: Path, member_of: Callable[[str], None]
+) -> None:
+    member_of(member)
+    for name, sizes in groups.items():
+        group(tmp_path / name, *sizes)
+    assert memory.free_host_memory() == free == free_memory(torch.device("cpu"))  # what batches are planned with
 
 
-def test_the_groups_around_it_count_too(tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    member_of("0::/user/job/task\n")
-    group(tmp_path / "user" / "job" / "task", 7 * GIB, 0)
-    group(tmp_path / "user", 3 * GIB, GIB)
-    assert memory.free_host_memory() == 2 * GIB
+# A container sees its group as the root.
+IN_VERSION_1, FOLDER = "5:memory:/\n4:cpu,cpuacct:/docker/abc\n", "cpu,cpuacct"
 
 
-def test_version_1(tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    member_of("5:pids:/\n4:memory:/docker/abc\n0::/\n")
-    group(tmp_path / "memory", 3 * GIB, GIB, reclaimable=5, version=1)  # a container sees its group as the root
-    assert memory.free_host_memory() == 2 * GIB + 5
-
-
-def test_statistics_are_read_only_where_a_limit_is_near(tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    """The kernel takes longer to write them than all else that is read, and small calls would notice."""
-    member_of("0::/\n")
-    group(tmp_path, 64 * GIB, GIB, reclaimable=-60 * GIB)  # would be seen
-    assert memory.free_host_memory() == 8 * GIB
-    group(tmp_path, 4 * GIB, GIB, reclaimable=7)
-    assert memory.free_host_memory() == 3 * GIB + 7
-
-
-@pytest.mark.parametrize("words, limit", [("max 100000", None), ("150000 100000", 2), ("400000 100000", 4)])
-def test_a_limit_of_processors(words: str, limit: int | None, tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    member_of("0::/\n")
-    assert memory.processor_limit() is None
-    (tmp_path / "cpu.max").write_text(f"{words}\n")
+@pytest.mark.parametrize(
+    ("member", "files", "limit"),
+    [
+        (IN_ROOT, {}, None),
+        (IN_ROOT, {"cpu.max": "max 100000"}, None),
+        (IN_ROOT, {"cpu.max": "150000 100000"}, 2),
+        (IN_ROOT, {"cpu.max": "400000 100000"}, 4),
+        ("0::/pod/task\n", {"pod/cpu.max": "200000 100000", "pod/task/cpu.max": "300000 100000"}, 2),
+        (IN_VERSION_1, {f"{FOLDER}/cpu.cfs_period_us": "50000", f"{FOLDER}/cpu.cfs_quota_us": "-1"}, None),
+        (IN_VERSION_1, {f"{FOLDER}/cpu.cfs_period_us": "50000", f"{FOLDER}/cpu.cfs_quota_us": "50001"}, 2),
+    ],
+)
+def test_the_least_limit_of_processors_counts(
+    member: str, files: dict[str, str], limit: int | None, tmp_path: Path, member_of: Callable[[str], None]
+) -> None:
+    member_of(member)
+    for name, words in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{words}\n")
     assert memory.processor_limit() == limit
-
-
-def test_the_least_limit_of_processors_counts(tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    member_of("0::/pod/task\n")
-    (tmp_path / "pod" / "task").mkdir(parents=True)
-    (tmp_path / "pod" / "cpu.max").write_text("200000 100000\n")
-    (tmp_path / "pod" / "task" / "cpu.max").write_text("300000 100000\n")
-    assert memory.processor_limit() == 2
-
-
-def test_a_limit_of_processors_in_version_1(tmp_path: Path, member_of: Callable[[str], None]) -> None:
-    member_of("5:memory:/\n4:cpu,cpuacct:/docker/abc\n")
-    folder = tmp_path / "cpu,cpuacct"  # a container sees its group as the root
-    folder.mkdir()
-    (folder / "cpu.cfs_period_us").write_text("50000\n")
-    (folder / "cpu.cfs_quota_us").write_text("-1\n")
-    assert memory.processor_limit() is None
-    (folder / "cpu.cfs_quota_us").write_text("50001\n")
-    assert memory.processor_limit() == 2
 
 
 def test_on_this_machine() -> None:

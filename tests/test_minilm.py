@@ -59,7 +59,6 @@ def strict() -> Iterator[None]:
 
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The setting, in force."""
     reason = quantized_linear.unavailable("int8")
     if reason is not None:
         pytest.skip(reason)

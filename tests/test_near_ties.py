@@ -43,8 +43,6 @@ def twins(apart: float, exchanged: bool) -> Any:
 
 
 def caller(model: Any, **options: Any) -> Callable[[], Any]:
-    """The original code's call of a model."""
-
     def call() -> Any:
         with fastgen.disabled():
             return run(model, GPT2.make_inputs(), {**EVERYTHING, "max_new_tokens": 6, **options})
@@ -89,7 +87,6 @@ def test_a_wrong_token_where_another_is_nearly_a_tie() -> None:
 
 
 def test_exchanged_rows() -> None:
-    """K/V of beams whose scores are apart, and of two inputs."""
     call = caller(GPT2.build(), **BEAM)
     original, ours = call(), call()
     for layer in releases.cache_in(ours).layers:

@@ -257,7 +257,6 @@ def test_a_wheel_in_an_environment_of_its_own(wheel, tmp_path):
 
 
 def built_without_pip(tree: Path, target: Path, **options: Any) -> str:
-    """The output of what pip calls to build a wheel."""
     shutil.rmtree(tree / "build", ignore_errors=True)
     calls = f"backend.get_requires_for_build_wheel(); backend.build_wheel({str(target)!r})"
     code = f"import os, sys; os.chdir({str(tree)!r}); sys.path.insert(0, 'tools'); import build_backend as backend"

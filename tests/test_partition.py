@@ -9,8 +9,6 @@ from tests.partitions import cuts
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9), most=st.integers(1, 5), further=st.integers(0, 90))
 def test_no_cut_costs_less(lengths: list[int], most: int, further: int) -> None:
-    """Against all of them, with a cost that is no sum over the members."""
-
     def cost(start: int, end: int) -> float:
         return (end - start) ** 0.5 * max(lengths[start:end]) + further
 

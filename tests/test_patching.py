@@ -12,7 +12,6 @@ from fastgen.patching import Patch, PatchSet
 
 
 def double(wrapped, instance, args, kwargs):
-    """A wrapper, addressed as tests do: by module and name."""
     return wrapped(*args, **kwargs) * 2 if patching.is_active() else wrapped(*args, **kwargs)
 
 

@@ -115,7 +115,6 @@ def test_a_setting_that_is_gone_warns_and_does_nothing(defaults, monkeypatch):
     ids=str,
 )
 def test_values_that_only_look_like_one(defaults, given):
-    """What counts as true or equal is not what was meant."""
     with pytest.raises(ValueError, match=f"{next(iter(given))}.*known: "):
         fastgen.enable(**given)
     assert settings.current() == settings.Settings()

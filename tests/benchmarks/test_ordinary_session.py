@@ -172,7 +172,6 @@ def test_a_call_waits_until_the_machine_is_quiet(monkeypatch):
 
 @pytest.fixture
 def at_once(monkeypatch) -> None:
-    """Tests run beside others."""
     monkeypatch.setattr(lockstep, "_PATIENCE_SECONDS", 0.0)
 
 

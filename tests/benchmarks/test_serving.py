@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -176,7 +177,9 @@ def test_a_service_batches_what_comes_within_its_time() -> None:
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.translator(tmp_path_factory.mktemp("translator"), encoder_layers=1, decoder_layers=2)
+    sizes = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 256, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return models.translator(tmp_path_factory.mktemp("translator"), **sizes, **heads)
 
 
 SENTENCES = sorted(models.sentences(40), key=len)[::12]
@@ -201,8 +204,10 @@ def test_ctranslate2_gives_the_same_translations(translator: Path) -> None:
 def test_a_benchmark_from_end_to_end(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
     monkeypatch.setattr(schedulers, "CLIENTS", 4)
+    narrow = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    monkeypatch.setattr(models, "bert_base", functools.partial(models.bert_base, **narrow))
     words = ["schedulers", "--only", "hungry", "--padding", "left out", "--parts", "0.3", "--layers", "1"]
-    assert main([*words, "--seconds", "2", "--out", str(tmp_path)]) == 0
+    assert main([*words, "--seconds", "1", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "schedulers.json").read_text())
     assert [row["part"] for row in found["rows"]] == [None, 0.3]
     assert all(set(row["statuses"]) == {"200"} and row["answered"] > 0 for row in found["rows"])

@@ -33,7 +33,6 @@ _GENERATION = [
 
 @pytest.fixture(autouse=True)
 def shared_when_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny tensors are shared like large ones."""
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0, raising=False)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+
+from fastgen.decoding.weights import cache
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +25,10 @@ def each_backend(request: pytest.FixtureRequest, kernels_of_the_cpu: None, monke
     """For the few tests that show that both are called alike."""
     if request.param == "Triton's kernels":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def derived_weights() -> Callable[[], list[cache.DerivedWeight]]:
+    """What the cache of copies knows of this test: what others have left there need not be collected."""
+    before = list(cache.known())
+    return lambda: [each for each in cache.known() if all(each is not other for other in before)]

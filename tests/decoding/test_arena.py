@@ -114,7 +114,6 @@ def test_what_lies_in_a_chunk_outlives_the_arena() -> None:
 
 
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nothing has changed."""
     memory = Arena()
     kept = memory.place({0: Buffer(10, 0, 0)})
 

@@ -21,7 +21,6 @@ SQUARE = torch.arange(25.0).view(5, 5)
 
 
 def names(function: Callable[[], Any]) -> list[str]:
-    """Of the operators that are left of a function."""
     with torch.inference_mode():
         recording, _ = record(function)
         found = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
@@ -45,12 +44,55 @@ def left(function: Callable[[], Any]) -> list[str]:
     return names(function)
 
 
-def test_constants() -> None:
-    def steps() -> None:
-        ones = X.new_ones(5) + torch.arange(5.0) * 2
-        OUT.copy_(X + ones)
+def of_constants() -> None:
+    ones = X.new_ones(5) + torch.arange(5.0) * 2
+    OUT.copy_(X + ones)
 
-    assert left(steps) == ["add", "copy_"]
+
+def nobody_reads() -> None:
+    unread = (X * 2).exp()
+    unread.add_(1.0)
+    OUT.copy_(X.topk(5).values)
+
+
+def copies_that_never_differ() -> None:
+    same = X.clone().contiguous().to(torch.float32, copy=True)
+    OUT.copy_(same.clone().t().sin().t() + same[1])
+
+
+def last_reader_writes_to_the_original() -> None:
+    torch.mm(X.clone(), SQUARE, out=X)
+
+
+def original_changes_behind_the_last_reader() -> None:
+    OUT.copy_(X.clone() * 2)
+    X.mul_(3.0)
+
+
+def part_of_a_copy_of_a_part() -> None:
+    """The copy's numbers are next to each other, those of the part are not."""
+    part = X[1:, 2:].clone(memory_format=torch.preserve_format)
+    OUT[:1, :2].copy_(part.t()[1:, :1].t())
+
+
+def part_of_a_copy_of_rows() -> None:
+    OUT[1:].copy_(X[1:].clone()[1:, 2:3])
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (of_constants, ["add", "copy_"]),
+        (nobody_reads, ["topk", "copy_"]),
+        (copies_that_never_differ, ["sin", "add", "copy_"]),
+        (last_reader_writes_to_the_original, ["clone", "mm"]),
+        (original_changes_behind_the_last_reader, ["mul", "copy_", "mul_"]),
+        (part_of_a_copy_of_a_part, ["clone", "copy_"]),
+        (part_of_a_copy_of_rows, ["copy_"]),
+    ],
+)
+def test_what_is_left(function: Callable[[], None], expected: list[str]) -> None:
+    assert left(function) == expected
 
 
 def test_a_constant_lives_as_long_as_the_program() -> None:
@@ -95,7 +137,6 @@ def test_what_is_written_later_is_no_constant(function: Callable[[], None], coun
 
 
 def test_what_was_there_before_is_no_constant() -> None:
-    """A weight may be changed, or something that the user keeps."""
     given = torch.ones(5)
     program = Program()
     program.capture(lambda: OUT.copy_((given * 2).expand(3, 5)))
@@ -121,23 +162,6 @@ def test_random_numbers_are_drawn_though_nobody_reads_them() -> None:
         OUT.copy_(X)
 
     assert names(steps) == ["rand", "zeros", "uniform_", "copy_"]
-
-
-def test_results_that_nobody_reads() -> None:
-    def steps() -> None:
-        unread = (X * 2).exp()
-        unread.add_(1.0)
-        OUT.copy_(X.topk(5).values)
-
-    assert left(steps) == ["topk", "copy_"]
-
-
-def test_copies_that_never_differ() -> None:
-    def steps() -> None:
-        same = X.clone().contiguous().to(torch.float32, copy=True)
-        OUT.copy_(same.clone().t().sin().t() + same[1])
-
-    assert left(steps) == ["sin", "add", "copy_"]
 
 
 def original_changes() -> None:
@@ -184,35 +208,6 @@ def other_view() -> None:
 def test_copies_that_are_needed(function: Callable[[], None], copies: int) -> None:
     names = left(function)
     assert names.count("clone") + names.count("_to_copy") == copies
-
-
-def test_a_copy_whose_last_reader_writes_to_the_original() -> None:
-    def steps() -> None:
-        before = X.clone()
-        torch.mm(before, SQUARE, out=X)
-
-    assert left(steps) == ["clone", "mm"]
-
-
-def test_the_original_may_change_when_the_copy_is_not_read_any_more() -> None:
-    def steps() -> None:
-        OUT.copy_(X.clone() * 2)
-        X.mul_(3.0)
-
-    assert left(steps) == ["mul", "copy_", "mul_"]
-
-
-def test_a_part_of_a_copy_of_a_part() -> None:
-    def steps() -> None:
-        part = X[1:, 2:].clone(memory_format=torch.preserve_format)
-        OUT[:1, :2].copy_(part.t()[1:, :1].t())
-
-    assert left(steps) == ["clone", "copy_"]  # next to each other, as the part is not
-
-    def rows() -> Tensor:
-        return OUT[1:].copy_(X[1:].clone()[1:, 2:3])
-
-    assert left(rows) == ["copy_"]
 
 
 WEIGHT, BIAS = torch.arange(10.0).view(5, 2) - 4, torch.tensor([[3.0, -7.0]])

@@ -8,7 +8,6 @@ from fastgen.decoding import length_buckets
 
 @given(lengths=st.lists(st.integers(1, 600), min_size=1, max_size=8), further=st.integers(0, 50))
 def test_groups_are_the_cheapest(lengths: list[int], further: int) -> None:
-    """Against all ways to cut the sorted inputs."""
     longest = max(lengths) + further
     made = length_buckets.by_length(lengths, longest)
     ordered = sorted(lengths, reverse=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,14 +21,11 @@ pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="t
 
 @pytest.fixture(autouse=True)
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # what other tests have left; it takes long, so only where something must be gone
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     monkeypatch.setattr(formats, "LM_HEAD", dataclasses.replace(formats.LM_HEAD, waits=1))
 
 
 class Greedy:
-    """The output layer of a greedy step, as a program."""
-
     def __init__(self, weight: torch.Tensor, rows: int = 2) -> None:
         self.x, self.out, self.weight = torch.randn(rows, weight.shape[1]), torch.zeros(rows, dtype=torch.int64), weight
         self.program = Program()
@@ -40,12 +37,16 @@ class Greedy:
         return torch.equal(self.out, F.linear(self.x, self.weight).argmax(dim=-1))
 
 
-def layers() -> list[cache.DerivedWeight]:
-    return [each for each in cache.known() if each.format.name == formats.LM_HEAD.name]
+Found = Callable[[], list[cache.DerivedWeight]]
+
+
+@pytest.fixture
+def layers(derived_weights: Found) -> Found:
+    return lambda: [each for each in derived_weights() if each.format.name == formats.LM_HEAD.name]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, math.nan])
-def test_a_weight_that_has_changed_between_two_calls(scale: float) -> None:
+def test_a_weight_that_has_changed_between_two_calls(scale: float, layers: Found) -> None:
     """Also in a way that leaves no trace in torch's version counter, as optimisers and averages do."""
     greedy = Greedy(torch.nn.Parameter(torch.randn(600, 64)))
     assert greedy.is_right()
@@ -64,8 +65,7 @@ def test_a_weight_that_has_changed_between_two_calls(scale: float) -> None:
     assert layers()[0].in_step() is not None
 
 
-def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of a few tokens makes none."""
+def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch, layers: Found) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     greedy = Greedy(torch.randn(600, 64))
@@ -74,7 +74,7 @@ def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert greedy.is_right() and layers()[0].copy is not None and greedy.is_right()
 
 
-def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch, layers: Found) -> None:
     greedy = Greedy(torch.ones(600, 64))
     for _ in range(lm_head._STEPS):
         assert layers()[0].in_step() is not None
@@ -87,7 +87,7 @@ def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch
                 assert greedy.is_right() and layers()[0].in_step() is None
 
 
-def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, layers: Found) -> None:
     weight = torch.randn(600, 64)
 
     def does_without() -> bool:
@@ -112,7 +112,7 @@ def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("rows", "has_copy"), [(1, True), (4, True), (9, True), (16, True), (17, False)])
-def test_a_result_does_not_depend_on_whether_there_is_a_copy(rows: int, has_copy: bool) -> None:
+def test_a_result_does_not_depend_on_whether_there_is_a_copy(rows: int, has_copy: bool, layers: Found) -> None:
     """Weight rows that are nearly the same show the last digits: without a copy, outputs have the bits of GEMV, too."""
     weight = torch.randn(64) + 1e-6 * torch.randn(600, 64)
     greedy = Greedy(weight, rows)

@@ -23,7 +23,6 @@ WIDTH = 24
 
 @pytest.fixture(autouse=True)
 def there_are_kernels(monkeypatch):
-    """Their references serve where there are none."""
     monkeypatch.setattr(norms, "available", lambda weight: weight.dtype in gpu.KERNEL_TYPES)
     norms._forms.clear()
 

@@ -52,7 +52,6 @@ def test_what_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyPatch) 
 
 
 def texts(length: int = 40, kv_heads: int = HEADS) -> list[Tensor]:
-    """Queries, keys and values of three texts, as linear layers give them."""
     return [torch.randn(3, length, heads, DIM).transpose(1, 2) for heads in (HEADS, kv_heads, kv_heads)]
 
 

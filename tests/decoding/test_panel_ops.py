@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 
@@ -37,13 +36,10 @@ def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
-    """Of numbers of this type."""
     return torch.randn(outputs, INPUTS).to(dtype).float()
 
 
 class Step:
-    """Products with one input, as a program."""
-
     def __init__(self, *weights: Tensor, rows: int = 2, biased: bool = False) -> None:
         self.x, self.weights = torch.randn(rows, INPUTS), weights
         self.biases = [torch.randn(len(weight)) if biased else None for weight in weights]
@@ -78,26 +74,29 @@ class Step:
             return all([self.is_right() for _ in range(steps)])
 
 
-def known() -> list[cache.DerivedWeight]:
-    gc.collect()
-    return [each for each in cache.known() if each.format is formats.PANELS]
+Found = Callable[[], list[cache.DerivedWeight]]
 
 
-def copies() -> list[cache.DerivedWeight]:
-    """Those that there are."""
-    return [each for each in known() if each.copy is not None]
+@pytest.fixture
+def known(derived_weights: Found) -> Found:
+    return lambda: [each for each in derived_weights() if each.format is formats.PANELS]
+
+
+@pytest.fixture
+def copies(known: Found) -> Found:
+    return lambda: [each for each in known() if each.copy is not None]
 
 
 @TYPES
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, panels.MAX_ROWS])
-def test_products_read_fewer_bits(dtype: torch.dtype, biased: bool, rows: int) -> None:
+def test_products_read_fewer_bits(dtype: torch.dtype, biased: bool, rows: int, copies: Found) -> None:
     step = Step(weight_of(dtype), rows=rows, biased=biased)
     assert step.call() and len(copies()) == 1
     assert step.call()
 
 
-def test_several_with_one_input() -> None:
+def test_several_with_one_input(copies: Found) -> None:
     """In whatever type each is, and with one that is none of them."""
     weights = [
         weight_of(torch.bfloat16),
@@ -110,7 +109,7 @@ def test_several_with_one_input() -> None:
     assert fastgen.stats()[formats.PANELS.counted_as]["accelerated"] == 1
 
 
-def test_one_number_that_is_none_of_16_bits() -> None:
+def test_one_number_that_is_none_of_16_bits(copies: Found) -> None:
     """Where the first look does not see it: that weight is read as it is, the others are not."""
     odd = weight_of(torch.bfloat16)
     odd[7, 11] += 2**-20
@@ -128,19 +127,19 @@ def test_one_number_that_is_none_of_16_bits() -> None:
         lambda: Step(torch.randn(OUTPUTS, 2 * INPUTS).bfloat16().float()[:, :INPUTS]),
     ],
 )
-def test_no_copy(make: Callable[[], Step]) -> None:
+def test_no_copy(make: Callable[[], Step], known: Found) -> None:
     step = make()
     step.call()
     assert not known() and formats.PANELS.counted_as not in fastgen.stats()
 
 
-def test_no_copy_where_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_where_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch, known: Found) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings(packed_weights="never"))
     Step(weight_of(torch.bfloat16)).call()
     assert not known()
 
 
-def test_a_weight_that_the_step_writes_has_no_copy() -> None:
+def test_a_weight_that_the_step_writes_has_no_copy(known: Found) -> None:
     """Nor one that it makes: it changes from step to step."""
     x, weight, out = torch.randn(2, INPUTS), torch.zeros(INPUTS, INPUTS), torch.zeros(2, INPUTS)
 
@@ -166,8 +165,7 @@ def test_a_weight_that_the_step_writes_has_no_copy() -> None:
 # ---- how long a copy lives, and what it stands for
 
 
-def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it look at the weight."""
+def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch, copies: Found) -> None:
     step = Step(weight_of(torch.bfloat16))
     with monkeypatch.context() as context:
         context.setattr(fingerprint, "fingerprint", None)
@@ -180,7 +178,7 @@ def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*exact_cast.TYPES, torch.float32], ids=str)
-def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None:
+def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype, copies: Found) -> None:
     """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""
     weight = torch.nn.Parameter(weight_of(torch.bfloat16))
     step = Step(weight)
@@ -198,7 +196,7 @@ def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None
     assert step.call(cache.STEPS_OF_COPY + 3) and len(copies()) == 1
 
 
-def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
+def test_code_of_others_inside_a_call_may_write_to_weights(copies: Found) -> None:
     step = Step(weight_of(torch.bfloat16))
     with cache.call():
         assert all(step.is_right() for _ in range(3)) and copies()
@@ -230,7 +228,7 @@ def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) 
     assert len([name for name in calls if "gem" in name]) == len([name for name in calls if "panels" in name]) > 0
 
 
-def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch, copies: Found) -> None:
     step, asked = Step(weight_of(torch.bfloat16)), noted(monkeypatch, cache.DerivedWeight, "in_step")
     for _ in range(2):
         asked.clear()

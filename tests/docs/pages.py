@@ -55,7 +55,6 @@ def blocks(page: Path) -> list[Block]:
 
 
 def script(name: str) -> Any:
-    """A script of `docs/`, as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)

@@ -34,7 +34,6 @@ def test_files_modules_and_links_exist():
 
 
 def options_of_the_commands() -> set[str]:
-    """Every option of every command that the project has."""
     from fastgen_cli import encode, generate, quantize
     from fastgen_serve import main
 
@@ -96,32 +95,22 @@ def options_of_fairseq() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_options_exist(name, known_options):
-    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]", read(name)))
-    assert not found - known_options, f"{name}: {sorted(found - known_options)}"
-
-
 @functools.cache
 def sources() -> str:
     return "".join(path.read_text(encoding="utf-8") for path in (*(ROOT / "fastgen").rglob("*.py"), ROOT / "setup.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_exist(name):
-    text = read(name)
-    known = {field.name for field in fields(settings.Settings)}
+def test_options_settings_and_targets_of_make_exist(name, known_options):
+    text, known = read(name), {field.name for field in fields(settings.Settings)}
+    options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]", text))
+    assert not options - known_options, f"{name}: {sorted(options - known_options)}"
     given = {word for call in re.findall(r"fastgen\.enable\(([^)]*)\)", text) for word in re.findall(r"(\w+)=", call)}
     assert given <= known, f"{name}: {given - known}"
     variables = set(re.findall(r"\bFASTGEN_[A-Z_]+\b", text))
     missing = {each for each in variables if each.removeprefix("FASTGEN_").lower() not in known}
     assert all(each in sources() for each in missing), f"{name}: {missing}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_targets_of_make_exist(name):
     targets = set(re.findall(r"^([a-z][\w-]*):", read("Makefile"), re.MULTILINE))
-    text = read(name)
     named = re.findall(r"`make ([a-z][\w-]*)", text)
     named += [word for block in blocks(ROOT / name) for word in re.findall(r"^make ([a-z][\w-]*)", block.text, re.M)]
     assert set(named) <= targets, f"{name}: {set(named) - targets}"

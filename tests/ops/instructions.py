@@ -75,7 +75,6 @@ def _of_the_processor() -> tuple[Isa, bool]:
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Inside, kernels run in so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -53,7 +53,6 @@ def tensors_of(args: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def assert_refused(operator: Any, args: dict[str, Any], match: str) -> None:
-    """Nothing has been written then."""
     before = [tensor.clone() for tensor in tensors_of(args)]
     with pytest.raises(RuntimeError, match=match):
         operator(*args.values())

@@ -16,12 +16,9 @@ from tests.noting import noted
 from tests.ops.instructions import each_set, instruction_set
 from tests.ops.torch_attention import skipped_where_torch_fails
 
-KERNEL_TYPES = [torch.float32, torch.float16, torch.bfloat16]
-
 
 @pytest.fixture(params=[*each_set("avx512", "avx2", "default"), "reference"], scope="session")
 def operator(request):
-    """The operator on one instruction set, and its reference."""
     if request.param == "reference":
         return reference
     if _library.load("CPU"):
@@ -118,24 +115,23 @@ def test_many_queries(served, dtype, monkeypatch):
             assert served == by, (suffix is None, queries)
 
 
-def test_half_precision_without_instructions_for_it(served, monkeypatch):
-    monkeypatch.setattr(attention, "_converts_halves", lambda: False)
-    for dtype in KERNEL_TYPES:
-        prefix = torch.randn(2, 2, 5, 8, dtype=dtype)
-        shared_prefix_attention(torch.randn(4, 2, 1, 8, dtype=dtype), prefix, prefix)
-    assert served == ["reference"] * 2
-
-
-def test_strides_that_the_kernel_does_not_take(served):
-    query, prefix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 8, 5).transpose(-1, -2)
-    shared_prefix_attention(query, prefix, prefix)
-    assert served == ["reference"]
-
-
-def test_other_types(served):
-    query, prefix = torch.randn(4, 2, 1, 8).double(), torch.randn(2, 2, 5, 8).double()
-    assert shared_prefix_attention(query, prefix, prefix).dtype == torch.float64
-    assert served == ["reference"]
+@pytest.mark.parametrize(
+    ("dtype", "converts", "is_strided", "serves"),
+    [
+        (torch.float32, False, False, True),
+        (torch.float16, False, False, False),
+        (torch.bfloat16, False, False, False),
+        (torch.float32, True, True, False),
+        (torch.float64, True, False, False),
+    ],
+)
+def test_types_and_strides(served, monkeypatch, dtype, converts, is_strided, serves):
+    """Half precision is served where there are instructions that convert it."""
+    monkeypatch.setattr(attention, "_converts_halves", lambda: converts)
+    query, prefix = torch.randn(4, 2, 1, 8, dtype=dtype), torch.randn(2, 2, 5, 8, dtype=dtype)
+    prefix = prefix.transpose(-1, -2).contiguous().transpose(-1, -2) if is_strided else prefix
+    assert shared_prefix_attention(query, prefix, prefix).dtype == dtype
+    assert served == ([] if serves else ["reference"])
 
 
 def test_gradients(served):

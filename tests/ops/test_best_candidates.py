@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fastgen.ops import _library
 from fastgen.ops import best_candidates as operator
 from fastgen.ops.best_candidates import best_candidates
-from tests.decoding.captured.test_program import Replayed
 from tests.ops.instructions import each_set, instruction_set, threads
 
 
@@ -153,22 +152,6 @@ def test_another_order_of_ties_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatc
     finally:
         monkeypatch.setattr(operator, "_reference", reference)
         operator._orders_as_torch.cache_clear()
-
-
-@needs_kernel
-def test_recorded() -> None:
-    """A replay reads what is in the buffers then, and takes one call."""
-    scores, running = torch.randn(8, 900), torch.randn(2, 4)
-    operator.serves(scores, running, 8)
-    program = Replayed()
-    found = program.capture(lambda: operator.by_beam(scores, running, 8, normalise=True))
-    assert program.functions.count(torch.ops.fastgen.best_candidates_out.default) == 1
-    for _ in range(3):
-        scores.normal_()
-        running.normal_()
-        program.replay()
-        for one, two in zip(found, operator.by_beam(scores, running, 8, normalise=True), strict=True):
-            assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ Calls = list[Callable[[], object]]
 
 @pytest.fixture
 def full() -> Iterator[None]:
-    """There is no place for another plan."""
     taken = []
     while True:
         operators.open_plan()

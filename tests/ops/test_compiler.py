@@ -24,7 +24,6 @@ __attribute__((target("avx2"))) void loop_FUNCTION(const float* x, float* y, int
 
 
 def _options(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those with which the package compiles."""
     monkeypatch.delenv("FASTGEN_NO_EXT", raising=False)
     monkeypatch.chdir(_ROOT)
     extensions = runpy.run_path("setup.py")["extensions"]()

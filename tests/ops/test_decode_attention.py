@@ -42,7 +42,6 @@ SIMPLE = PLAIN | {"queries": 1, "filled": None, "bias_type": "query", "embedded"
 
 
 def embedded(tensor):
-    """The same numbers in memory that is NaN before, between and behind them."""
     shape = [2 * size + 3 for size in tensor.shape]
     memory = torch.full(shape, math.nan, dtype=tensor.dtype)
     view = memory[tuple(slice(1, 1 + 2 * size, 2) for size in tensor.shape[:-1])][..., 2 : 2 + tensor.shape[-1]]

@@ -121,7 +121,6 @@ def test_copies(dtype: torch.dtype, layout: str) -> None:
 
 
 def test_a_copy_passes_every_number_on() -> None:
-    """What is not a number keeps its bits, too."""
     for dtype, bits in ((torch.bfloat16, torch.int16), (torch.float16, torch.int16), (torch.float32, torch.int32)):
         x = torch.arange(-(2**15), 2**15).mul(2**16 if bits is torch.int32 else 1).to(bits)[:32767].view(dtype)
         assert torch.equal(executed(aten.clone.default, [x], x).view(bits), x.view(bits))

@@ -54,7 +54,6 @@ def all_are_known() -> None:
 
 
 def fitting(name: str) -> Iterator[list[Any]]:
-    """Some arguments of an operator."""
     for seed in range(4):
         torch.manual_seed(seed)
         case = cases.CASES[name](random.Random(seed))

@@ -25,7 +25,6 @@ def test_it_is_chosen_once() -> None:
 
 @pytest.mark.parametrize("name", ["", "AVX2", "anything"])
 def test_a_name_that_means_nothing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch."""
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     widths = []
     for given in (None, name):

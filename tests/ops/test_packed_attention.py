@@ -41,7 +41,6 @@ PLAIN: dict[str, Any] = {
 
 
 def made(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, keys, values and lengths."""
     generator = torch.Generator().manual_seed(case["seed"])
     tokens, heads = sum(case["lengths"]), case["kv_heads"] * case["group"]
 
@@ -56,7 +55,6 @@ def made(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def defined(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
-    """What the operator gives, in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     group, found = query.shape[0] // keys.shape[0], []
     for text in torch.arange(query.shape[1]).split(lengths.tolist()):

@@ -14,7 +14,7 @@ from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.ops import _library, search_step
-from tests.decoding.captured.test_program import Replayed
+from tests.decoding.captured.replayed import Replayed
 
 pytestmark = [
     pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process"),
@@ -83,6 +83,8 @@ def candidates_of(search: BeamSearch, levels: int, odd: float, generator: torch.
     return scores.sort(dim=1, descending=True).values, beams, tokens
 
 
+@pytest.mark.sampled(1)  # both
+@pytest.mark.parametrize("kind", [BeamSearch, Search])
 @given(
     early_stopping=st.sampled_from([False, True, "never"]),
     length_penalty=st.sampled_from([-1.0, 0.0, 0.6, 1.0, 2.0]),
@@ -91,48 +93,30 @@ def candidates_of(search: BeamSearch, levels: int, odd: float, generator: torch.
     **searches,
 )
 @settings(max_examples=25)
-def test_beams(
-    batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed, early_stopping,
+def test_steps(
+    kind, batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed, early_stopping,
     length_penalty, levels, odd,
 ):  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    options = {"eos": eos, "early_stopping": early_stopping, "samples": samples}
-    ours, torchs = pair_of(BeamSearch, batch, per_input, new_tokens, spare, **options)
+    generator, of_beams = torch.Generator().manual_seed(seed), kind is BeamSearch
+    options = {"eos": eos, "samples": samples} | ({"early_stopping": early_stopping} if of_beams else {})
+    ours, torchs = pair_of(kind, batch, per_input, new_tokens, spare, **options)
     prompt = prompts(min(present, batch), 2, generator)
     for search in (ours, torchs):
-        search.begin(prompt, new_tokens, fill=1, length_penalty=length_penalty)
+        search.begin(prompt, new_tokens, fill=1, **({"length_penalty": length_penalty} if of_beams else {}))
     for step in range(steps):
         if later is not None and step == later[1]:  # an input begins while the others go on
             for search in (ours, torchs):
-                alone = pair_of(BeamSearch, 1, per_input, new_tokens, spare, **options)[0]
-                alone.begin(prompt[:1], max(new_tokens - 1, 1), length_penalty=0.5)
+                alone = pair_of(kind, 1, per_input, new_tokens, spare, **options)[0]
+                alone.begin(prompt[:1], max(new_tokens - 1, 1), **({"length_penalty": 0.5} if of_beams else {}))
                 search.insert(alone, slice(1), slice(later[0] % batch, later[0] % batch + 1))
         if samples and seed % 5 == 0 and step == 2:
             for search in (ours, torchs):
                 search.has_nan.fill_(True)
-        proposal = candidates_of(ours, levels, odd, generator)
+        drawn = torch.randint(VOCABULARY, (batch * per_input,), generator=generator)
+        proposal = candidates_of(ours, levels, odd, generator) if of_beams else (drawn,)
         share = 1.0 if (seed + step) % 4 == 0 else stopping  # sometimes all end at once
         stops = None if stopping is None else torch.rand(proposal[0].numel(), generator=generator) < share
         take_both(ours, torchs, proposal, stops)
-
-
-@given(**searches)
-@settings(max_examples=25)
-def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps, later, samples, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ours, torchs = pair_of(Search, batch, per_input, new_tokens, spare, eos=eos, samples=samples)
-    prompt = prompts(min(present, batch), 2, generator)
-    for search in (ours, torchs):
-        search.begin(prompt, new_tokens, fill=1)
-    for step in range(steps):
-        if later is not None and step == later[1]:
-            for search in (ours, torchs):
-                alone = pair_of(Search, 1, per_input, new_tokens, spare, eos=eos, samples=samples)[0]
-                alone.begin(prompt[:1], new_tokens)
-                search.insert(alone, slice(1), slice(later[0] % batch, later[0] % batch + 1))
-        tokens = torch.randint(VOCABULARY, (batch * per_input,), generator=generator)
-        stops = torch.rand(len(tokens), generator=generator) < stopping if stopping is not None else None
-        take_both(ours, torchs, (tokens,), stops)
 
 
 @given(

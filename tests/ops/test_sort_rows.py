@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastgen.ops import _library, sort_rows
-from tests.decoding.captured.test_program import Replayed
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 
@@ -70,20 +69,3 @@ def test_other_types_are_torchs():
     assert not sort_rows.serves(x)
     assert_as_torch(x)
     assert not sort_rows.serves(torch.randn(2, 5000, requires_grad=True))
-
-
-@needs_kernel
-def test_recorded():
-    x, values, columns = torch.zeros(2, 3000), torch.zeros(2, 3000), torch.zeros(2, 3000, dtype=torch.int64)
-
-    def sort() -> None:
-        for buffer, found in zip((values, columns), sort_rows.sort_rows(x), strict=True):
-            buffer.copy_(found)
-
-    program = Replayed()
-    program.capture(sort)
-    for seed in range(3):
-        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
-        program.replay()
-        wanted = torch.sort(x, stable=True)
-        assert torch.equal(values, wanted.values) and torch.equal(columns, wanted.indices)

@@ -22,7 +22,6 @@ take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_te
 
 @pytest.fixture
 def no_pool():
-    """Nothing is left of a test."""
     yield
     give_back()
     thread_pool._left = 0

@@ -10,7 +10,6 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 import fastgen
 from fastgen.ops.top_p import EVERYTHING, top_p_
-from tests.decoding.captured.test_program import Replayed
 from tests.noting import noted
 
 
@@ -70,17 +69,3 @@ def test_equal_scores_at_the_edge(monkeypatch):
     sorts.clear()
     found = top_p_(scores.clone(), shares(0.5), -torch.inf, 1, orders_as_torch=False)
     assert not sorts and torch.equal(found.isinf().sum(), wanted.isinf().sum())
-
-
-def test_recorded():
-    """Another replay has other shares, and other rows that stay what they are."""
-    scores, given, found = torch.zeros(3, 3000), shares(0.5, 0.5, 0.5), torch.zeros(3, 3000)
-    program = Replayed()
-    program.capture(lambda: found.copy_(top_p_(scores.clone(), given, -torch.inf, 1)))
-    for values in ([0.9, EVERYTHING, 0.2], [EVERYTHING] * 3, [0.5, 0.6, 0.7]):
-        scores.copy_(torch.randn(scores.shape))
-        given.copy_(shares(*values))
-        program.replay()
-        for row, share in enumerate(values):
-            one = scores[row : row + 1]
-            assert torch.equal(found[row : row + 1], one if share > 1 else library(one, share, -torch.inf, 1))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.ops import _library, top_two
-from tests.decoding.captured.test_program import Replayed
+from tests.decoding.captured.replayed import Replayed
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 
@@ -48,22 +48,6 @@ def test_types_and_strides(dtype):
 
 def test_many_rows_with_threads():
     assert_as_reference(torch.randn(70, 33000, generator=torch.Generator().manual_seed(2)), 1e-4)
-
-
-def test_recorded():
-    scores, tokens, is_near = torch.zeros(3, 40), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
-
-    def both() -> None:
-        for buffer, found in zip((tokens, is_near), top_two.top_two(scores, 0.01), strict=True):
-            buffer.copy_(found)
-
-    program = Replayed()
-    program.capture(both)
-    scores.copy_(torch.randn(3, 40, generator=torch.Generator().manual_seed(3)))
-    scores[1, 7] = scores[1, 9] = 9.0
-    program.replay()
-    wanted = top_two.reference(scores, 0.01)
-    assert torch.equal(tokens, wanted[0]) and torch.equal(is_near, wanted[1]) and tokens[1] == 7 and is_near[1]
 
 
 @pytest.mark.parametrize("dim", [-1, 1, 0])

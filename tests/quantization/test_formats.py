@@ -22,7 +22,6 @@ TYPES = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
 
 def check_read(form: Format, tensors: dict[str, Tensor], weight: QuantizedTensor) -> QuantizedTensor:
-    """Reads the tensors, and writes them again."""
     outputs, inputs = weight.qweight.shape
     form = form.resolved(tensors)
     read = form.read(tensors, outputs, inputs)

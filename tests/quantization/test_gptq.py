@@ -72,22 +72,6 @@ def test_gptq_is_optimal_brain_quantization(outputs, inputs, group, symmetric, b
     assert (found.zeros is None) == symmetric
 
 
-@pytest.mark.parametrize("columns", [1, 7, 128, 1000])
-def test_the_result_does_not_depend_on_the_columns_of_a_block(columns, monkeypatch):
-    weight, hessian = layer(6, 64)
-    grid = make_grid(weight, Kind(4, 16, scale_dtype=torch.float32))
-    expected = gptq(weight, hessian, grid)
-    monkeypatch.setattr(module, "_COLUMNS", columns)
-    assert torch.equal(gptq(weight, hessian, grid).qweight, expected.qweight)
-
-
-def test_inputs_that_do_not_depend_on_each_other_are_rounded_to_nearest():
-    weight, _ = layer(4, 32)
-    grid = make_grid(weight, Kind(4, 8))
-    hessian = torch.diag(torch.rand(32, dtype=torch.float64) + 0.1)
-    assert torch.equal(gptq(weight, hessian, grid).qweight, round_to_nearest(weight, grid).qweight)
-
-
 def test_inputs_that_are_always_zero():
     weight, hessian = layer(4, 32)
     hessian[5] = hessian[:, 5] = hessian[31] = hessian[:, 31] = 0

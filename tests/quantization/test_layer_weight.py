@@ -75,7 +75,6 @@ SIZES = {"Q4_K": 1.03, "Q5_K": 1.03, "Q3_K": 1.33, "Q2_K": 1.96}
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each product of the kernels, whether activations stayed floats."""
     return noted(monkeypatch, grouped, "grouped_linear", lambda x, weight, bias, floats: floats)
 
 

@@ -74,7 +74,6 @@ def test_product_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_take_their_bits(bits: int) -> None:
-    """And nothing floating but scales is left."""
     layer = linear(random_weight(64, 1024, bits, 128))
     assert list(nn.ModuleList([layer]).parameters()) == [] and len(list(layer.parameters())) == 1
     size = sum(buffer.nbytes for buffer in layer.buffers())
@@ -116,7 +115,6 @@ def test_state_dict_that_does_not_fit() -> None:
 
 
 def blocks(rows: int, dtype: torch.dtype = torch.float32) -> tuple[QuantizedEmbedding, Tensor]:
-    """An embedding in Q8_0, and its weight in float32."""
     kind = BLOCK_TYPES[8]
     data = torch.randint(0, 256, (rows, 2, 34), dtype=torch.uint8)
     data[:, :, :2] = torch.tensor([0.25], dtype=torch.float16).view(torch.uint8)

@@ -13,23 +13,14 @@ from tests.quantization.definitions import by_definition, random_weight
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs", "bits", "group_size"), [(3, 32, 4, 16), (1, 7, 8, 7), (5, 9, 4, 3)])
-def test_dequantized(
-    outputs: int, inputs: int, bits: int, group_size: int, symmetric: bool, act_order: bool, dtype: torch.dtype
-) -> None:
-    weight = random_weight(outputs, inputs, bits, group_size, symmetric=symmetric, act_order=act_order, dtype=dtype)
-    torch.testing.assert_close(dequantized(weight, torch.float32).double(), by_definition(weight), rtol=1e-6, atol=0)
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "mins"])
+@pytest.mark.parametrize("sizes", [(3, 32, 4, 16), (1, 7, 8, 7), (5, 9, 4, 3), (0, 32, 4, 16)], ids=str)
+def test_dequantized(sizes: tuple[int, int, int, int], form: str, act_order: bool, dtype: torch.dtype) -> None:
+    kind = {"symmetric": form != "zeros", "mins": form == "mins", "act_order": act_order}
+    weight = random_weight(*sizes, **kind, dtype=dtype)
+    near = {"rtol": 1e-5, "atol": 1e-6} if form == "mins" else {"rtol": 1e-6, "atol": 0}
+    torch.testing.assert_close(dequantized(weight, torch.float32).double(), by_definition(weight), **near)
     assert torch.equal(dequantized(weight, dtype), dequantized(weight, torch.float32).to(dtype))
-
-
-def test_mins() -> None:
-    weight = random_weight(3, 32)._replace(mins=torch.randn(3, 2).half())
-    torch.testing.assert_close(dequantized(weight, torch.float32).double(), by_definition(weight), rtol=1e-5, atol=1e-6)
-
-
-def test_no_outputs() -> None:
-    assert dequantized(random_weight(0, 32), torch.float32).shape == (0, 32)
 
 
 WEIGHT = random_weight(4, 32, symmetric=False, act_order=True)

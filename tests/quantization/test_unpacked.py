@@ -75,29 +75,13 @@ def test_saving(weight: Unpacked, tmp_path: Path) -> None:
     assert repr(weight) == repr(NUMBERS) and weight.data_ptr() == weight.untyped_storage().data_ptr()
 
 
-def set_data(weight: Tensor) -> None:
-    weight.data = NUMBERS
-
-
-def set_number(weight: Tensor) -> None:
-    weight.data[3, 4] = 0.0
-
-
-def add_in_place(weight: Tensor) -> None:
-    weight.data += 1.0
-
-
-def ask_for_gradients(weight: Tensor) -> None:
-    weight.requires_grad = True
-
-
 @pytest.mark.parametrize(
     "write",
     [
-        set_data,
-        set_number,
-        add_in_place,
-        ask_for_gradients,
+        lambda w: setattr(w, "data", NUMBERS),
+        lambda w: setattr(w, "data", w.data.__iadd__(1.0)),
+        lambda w: setattr(w, "requires_grad", True),
+        lambda w: w.data.__setitem__((3, 4), 0.0),
         lambda w: w.zero_(),
         lambda w: w.copy_(NUMBERS),
         lambda w: w[3].zero_(),

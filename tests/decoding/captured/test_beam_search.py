@@ -1,4 +1,4 @@
-"""The bookkeeping of beam search against Transformers': the same sequences, scores and beam indices."""
+"""The bookkeeping of beam search against Transformers': the same sequences, scores and beam indices; what is drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv.rows import StepState
 from fastgen.ops.best_candidates import reference
 
 transformers = pytest.importorskip("transformers")
@@ -31,28 +30,23 @@ def model(device):
     return model.to(device)
 
 
-def begin(prompt, beams, max_length, spare=0, eos=(), early_stopping=False, **options):
-    """A search in buffers with a capacity of `spare` more inputs, prompt positions and new tokens than are needed."""
+def search(model, prompt, beams, max_length, spare, eos, early_stopping, **options):
+    """Beam search with our bookkeeping, without a cache, in buffers for `spare` more inputs and positions."""
     inputs, width = prompt.shape
     capacity = max_length - width + spare
     state = BeamSearch(
         inputs + spare, beams, width + spare, capacity, prompt.device, eos, early_stopping=early_stopping
     )
     state.begin(prompt, max_length - width, fill=PAD, **options)
-    return state
+    return run(model, state)
 
 
-def search(model, prompt, choose, late=0, **options):
-    """Beam search with our bookkeeping, without a cache; looks at the flag `late` steps late."""
-    state = begin(prompt, **options)
-    flags = []
-    while len(flags) <= late or not flags[-1 - late]:
-        length = min(prompt.shape[1] + len(flags), options["max_length"])
-        start = int(state.start[0, 0])
+def run(model, state):
+    start = int(state.start[0, 0])
+    while not state.done:
         with torch.no_grad():
-            logits = model(state.running_tokens[:, start : start + length].clamp(min=0)).logits[:, -1]
-        state.take(choose(logits, state.running_scores, state.candidates))
-        flags.append(bool(state.done))
+            logits = model(state.running_tokens[:, start : int(state.length.max())].clamp(min=0)).logits[:, -1]
+        state.take(reference(logits, state.running_scores, state.candidates))
     return state
 
 
@@ -69,7 +63,7 @@ def test_equals_transformers(model, device, eos, beams, length_penalty, early_st
             do_sample=False, eos_token_id=eos or None, pad_token_id=PAD, return_dict_in_generate=True,
             output_scores=True, **options,
         )  # fmt: skip
-    state = search(model, prompt, reference, beams=beams, max_length=17, eos=eos, spare=spare, **options)
+    state = search(model, prompt, beams=beams, max_length=17, eos=eos, spare=spare, **options)
     assert state.results(slice(3), beams).tolist() == wanted.sequences.tolist()
     torch.testing.assert_close(state.scores[:3].flatten(), wanted.sequences_scores, rtol=1e-5, atol=1e-5)
     indices = state.indices[:3].flatten(0, 1)[:, : wanted.beam_indices.shape[1]]
@@ -77,34 +71,6 @@ def test_equals_transformers(model, device, eos, beams, length_penalty, early_st
     if eos:
         ended = torch.isin(wanted.sequences[:, 5:], torch.tensor(eos, device=device)).any(dim=1)
         assert ended.any()
-
-
-def test_steps_after_the_end_change_nothing(model, device):
-    prompt = torch.full((2, 3), 7, device=device)
-    on_time, late = (
-        search(model, prompt, reference, late=n, beams=4, max_length=12, eos=[EOS], early_stopping=True) for n in (0, 5)
-    )
-    for name in ("sequences", "scores", "indices", "running_sequences", "running_scores", "length", "tokens"):
-        assert torch.equal(getattr(on_time, name), getattr(late, name)), name
-
-
-def test_tokens_and_parents_are_those_of_the_beams(model, device):
-    """Rows continued by `parents` and `tokens` alone, and read through the table, are the beams."""
-    prompt = torch.full((2, 3), 9, device=device)
-    state = begin(prompt, beams=3, max_length=10)  # without an end, after which nothing changes
-    rows = 6
-    written = torch.zeros(rows, 8, dtype=torch.int64, device=device)
-    steps = StepState(2, 3, 8, device)
-    for step in range(6):
-        with torch.no_grad():
-            logits = model(state.running_sequences[:, :, : 3 + step].flatten(0, 1)).logits[:, -1]
-        state.take(reference(logits, state.running_scores, state.candidates))
-        if step:
-            steps.advance(state.parents)
-        written[:, step] = state.tokens
-        positions = torch.arange(step + 1, device=device)
-        read = written[steps.ancestry[:, : step + 1].long(), positions]
-        assert read.tolist() == state.running_sequences.flatten(0, 1)[:, 3 : 4 + step].tolist()
 
 
 def test_what_does_not_fit_into_the_buffers(device):
@@ -116,20 +82,50 @@ def test_what_does_not_fit_into_the_buffers(device):
         state.begin(prompt[:, 1:], 0)
 
 
+@pytest.mark.parametrize("spare", [0, 2])
+def test_a_row_that_has_ended_is_padded(device, spare):
+    """Until the last one ends. Then nothing changes, however late that is noticed."""
+    state = Search(2 + spare, 1, 1 + spare, 4, device, [EOS, SECOND_EOS])
+    state.begin(torch.full((2, 1), 9, device=device), 4, fill=PAD)
+    for tokens in ([EOS, 5], [7, 8], [7, SECOND_EOS], [7, 7], [7, 7]):
+        scores = torch.zeros(2 + spare, VOCABULARY, device=device)
+        scores[range(2), tokens] = 1
+        state.choose(scores, normalise=True)
+    assert state.done and state.results(slice(2), 1).tolist() == [[9, EOS, PAD, PAD], [9, 5, 8, SECOND_EOS]]
+
+
+def test_copies(device):
+    state = Search(4, 3, 2, 4, device)
+    state.begin(torch.tensor([[3, 4], [5, 6]], device=device), 1)
+    scores = torch.zeros(12, 7, device=device)
+    scores[torch.arange(12), torch.arange(12) % 7] = 1
+    state.choose(scores, normalise=True)
+    assert state.done and state.results(slice(2), 3)[:, [0, -1]].tolist() == [[3 + n // 3 * 2, n] for n in range(6)]
+
+
 def test_one_search_after_the_other(model, device):
     """What a search leaves in the buffers means nothing to the next one."""
-    longer = torch.full((2, 3), 7, device=device)
+    options = {"beams": 3, "spare": 0, "eos": [EOS], "early_stopping": False}
+    state = search(model, torch.full((2, 3), 7, device=device), max_length=12, **options)
     shorter = torch.full((1, 2), 11, device=device)
-    state = search(model, longer, reference, beams=3, max_length=12, eos=[EOS])
     state.begin(shorter, 8, fill=PAD, length_penalty=0.4)
-    for step in range(8):
-        with torch.no_grad():
-            logits = model(state.running_tokens[:, 1 : 3 + step].clamp(min=0)).logits[:, -1]
-        state.take(reference(logits, state.running_scores, state.candidates))
-    alone = search(model, shorter, reference, beams=3, max_length=10, eos=[EOS], length_penalty=0.4)
-    assert state.results(slice(1), 3).tolist() == alone.results(slice(1), 3).tolist()
+    alone = search(model, shorter, max_length=10, length_penalty=0.4, **options)
+    assert run(model, state).results(slice(1), 3).tolist() == alone.results(slice(1), 3).tolist()
     # The model runs on more rows in one of them, and may round otherwise.
     torch.testing.assert_close(state.scores[:1], alone.scores)
+
+
+def test_drawn_rows(device):
+    """As often as their probabilities say; what has the probability 0, never."""
+    count = 4000
+    prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    state = Search(1, count, 1, 4, device, samples=True)
+    state.begin(prompt, 4)
+    probabilities = torch.tensor([0.0, 0.05, 0.2, 0.25, 0.5], device=device)
+    state.choose(probabilities.log().expand(count, -1), normalise=True)
+    drawn = torch.bincount(state.tokens, minlength=5) / count
+    assert drawn[0] == 0
+    assert ((drawn - probabilities).abs() < 5 * (probabilities * (1 - probabilities) / count).sqrt() + 1e-9).all()
 
 
 @pytest.mark.parametrize("spare", [0, 3])

@@ -229,7 +229,6 @@ def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch):
 
 
 def test_a_capture_ends_badly_by_itself(monkeypatch):
-    """Without an exception before."""
     owner = _Torch(monkeypatch)
 
     def fail_late() -> None:

@@ -20,8 +20,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counts:
-    """A part of two pieces, and what the host has seen between them."""
-
     def __init__(self) -> None:
         self.number, self.calls = torch.zeros((), dtype=torch.int64), 0
         self.seen: list[tuple[int, str]] = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +14,7 @@ from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
 from torch import Tensor, nn, overrides
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
-from fastgen import settings
 from fastgen.decoding import host_memory
 from fastgen.decoding.arena import LEAST_CHUNK, Arena
 from fastgen.decoding.captured import program
@@ -27,11 +22,9 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops import elementwise
-from fastgen.ops.linear import choose, kernels
+from fastgen.ops.linear import choose
 from tests import test_recorded_graph as cases
-
-needs_kernel = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
-
+from tests.decoding.captured.replayed import Replayed
 
 aten = torch.ops.aten
 SAME_BITS = [aten.neg.default, aten.relu.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default]
@@ -104,25 +97,6 @@ def test_a_capture_copies_no_more_of_keys_and_values_than_it_writes() -> None:
     assert held_by_a_capture(2**16) < 2**25  # of 2**26 bytes each; the system may have pages of 2**21
 
 
-class Replayed(Program):
-    """A program whose capture returns what the function returned, as of the last replay."""
-
-    def capture(self, function: Callable[[], Any]) -> Any:
-        found: list[Any] = []
-
-        def kept(tensor: Tensor) -> Tensor:
-            with _disable_current_modes():  # memory that is there before, as far as the recording knows
-                buffer = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            return buffer.copy_(tensor)
-
-        super().capture(lambda: found.append(tree_map_only(Tensor, kept, function())))
-        return found[0]
-
-    @property
-    def functions(self) -> list[Any]:
-        return [call.func for call in self.calls(planned=False)]
-
-
 @pytest.fixture(autouse=True)
 def as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases of the simulated graph run with programs, which are torch's where the bits may be others."""
@@ -181,20 +155,6 @@ def test_results_go_where_they_were_planned() -> None:
     x.normal_()
     recorded.replay()
     assert torch.equal(out, function().float())
-
-
-def test_layer_norms_and_clones() -> None:
-    """The statistics of a layer norm are there for gradients. A clone has the layout that is asked for."""
-    x = torch.randn(2, 9)
-    recorded = Replayed()
-    result = recorded.capture(lambda: F.layer_norm(x, (9,)).t().clone(memory_format=torch.contiguous_format) + 1)
-    statistics = Replayed()
-    results = statistics.capture(lambda: torch.native_layer_norm(x, (9,), None, None, 1e-5))
-    for _ in range(2):
-        x.normal_()
-        recorded.replay(), statistics.replay()
-        assert torch.equal(result, F.layer_norm(x, (9,)).t() + 1)
-        torch.testing.assert_close(results, torch.native_layer_norm(x, (9,), None, None, 1e-5), rtol=0, atol=0)
 
 
 def numbers_and_integers() -> tuple[Tensor, ...]:
@@ -289,202 +249,6 @@ def test_an_interrupt_while_torch_takes_a_mode() -> None:
             record(refused)
 
 
-KERNEL_FOR = choose.kernel_for
-
-
-class TestProducts:
-    @pytest.fixture(autouse=True)
-    def with_kernels(self, as_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(choose, "kernel_for", KERNEL_FOR)
-
-    @staticmethod
-    def captured(function: Callable[[], Tensor]) -> tuple[int, Callable[[], Tensor]]:
-        """How many products are FastGen's, and what replays."""
-        recorded = Replayed()
-        result = recorded.capture(function)
-        own = {torch.ops.fastgen.gemm_out.default, torch.ops.fastgen.gemv_out.default}
-        return sum(each in own for each in recorded.functions), lambda: recorded.replay() or result
-
-    @needs_kernel
-    @pytest.mark.parametrize("biased", [True, False])
-    @pytest.mark.parametrize("transposed", [True, False])
-    @pytest.mark.parametrize("rows", [0, 1, 5])
-    def test_a_weight(self, rows: int, transposed: bool, biased: bool) -> None:
-        x, weight, bias = torch.randn(rows, 24), torch.randn(70, 24), torch.randn(70) if biased else None
-        stored = weight.t().contiguous() if transposed else weight
-
-        def layer() -> Tensor:
-            if transposed:
-                return x @ stored if bias is None else torch.addmm(bias, x, stored)
-            return F.linear(x, stored, bias)
-
-        count, replay = self.captured(layer)
-        assert count == min(rows, 1)
-        for _ in range(2):
-            torch.testing.assert_close(replay(), layer(), atol=1e-4, rtol=1e-5)
-            x.normal_()
-            stored.normal_()  # a weight that is changed in place is seen
-            if bias is not None:
-                bias.normal_()
-
-    @needs_kernel
-    @pytest.mark.parametrize(
-        "product",
-        [
-            lambda x, weight, bias: torch.addmm(bias, x, weight, beta=2),
-            lambda x, weight, bias: torch.addmm(bias, x, weight, alpha=3),
-            lambda x, weight, bias: torch.addmm(bias[:1], x, weight),
-            lambda x, weight, bias: torch.addmm(bias.expand(4, 7), x, weight),
-            lambda x, weight, bias: torch.addmm(torch.stack([bias, bias], 1)[:, 0], x, weight),
-            lambda x, weight, bias: x[:, :0] @ weight[:0],
-            lambda x, weight, bias: x @ weight[:, :0],
-            lambda x, weight, bias: x.t().contiguous().t() @ weight,
-            lambda x, weight, bias: x.double() @ weight.double(),
-        ],
-        ids=["beta", "alpha", "one bias", "a matrix", "strides", "no inputs", "no outputs", "columns", "double"],
-    )
-    def test_other_products_are_torchs(self, product: Callable[..., Tensor]) -> None:
-        x, weight, bias = torch.randn(4, 6), torch.randn(6, 7), torch.randn(7)
-        count, replay = self.captured(partial(product, x, weight, bias))
-        assert count == 0
-        torch.testing.assert_close(replay(), product(x, weight, bias), atol=0, rtol=0)
-
-    @needs_kernel
-    @pytest.mark.parametrize("rows", [1, 2, 8, 9, 24, 25, 40])
-    def test_the_kernel_of_the_table(self, rows: int) -> None:
-        x, weight = torch.randn(rows, 20), torch.randn(30, 20)
-        for stored in (weight, weight.t().contiguous().t()):
-            recorded = Replayed()
-            recorded.capture(partial(F.linear, x, stored))
-            kernel = choose.kernel_for(x, stored, None)
-            assert kernel is not None and kernel.out in recorded.functions
-
-    @needs_kernel
-    @pytest.mark.parametrize(
-        ("dtype", "rows"), [(torch.float32, 1), (torch.float32, 5), (torch.bfloat16, 5), (torch.float32, 28)], ids=str
-    )
-    def test_products_with_one_input_are_one_call(self, dtype: torch.dtype, rows: int) -> None:
-        """Q, K and V; also a gate and what it lets through, with an activation between them."""
-        x, bias = torch.randn(rows, 24).to(dtype), torch.randn(70).to(dtype)
-        weights = [torch.randn(outputs, 24).to(dtype) for outputs in (70, 30, 31, 90, 90)]
-
-        def layer() -> Tensor:
-            query, key, value = (F.linear(x, *given) for given in ((weights[0], bias), weights[1:2], weights[2:3]))
-            y = query.flatten()[:24] + x
-            gated = F.silu(F.linear(y, weights[3])) * F.linear(y, weights[4])
-            return torch.cat([query, key, value, gated], dim=1)
-
-        recorded = Replayed()
-        result = recorded.capture(layer)
-        kernel = choose.kernel_for(x, weights[0], bias)
-        if kernel is None or kernel.several is None:
-            pytest.skip("no kernel for several products on this instruction set")
-        together = [call for call in recorded.calls(planned=False) if call.func is kernel.several]
-        assert [len(call.args[0]) for call in together] == [3, 2]
-        for _ in range(2):
-            recorded.replay()
-            tolerance = {"atol": 1e-3, "rtol": 1e-4} if dtype is torch.float32 else {}
-            torch.testing.assert_close(result, layer(), **tolerance)
-            x.normal_(), weights[4].normal_(), bias.normal_()
-
-    @needs_kernel
-    @pytest.mark.parametrize("between", ["input", "weight", "bias", "result", "another input", "far away"])
-    def test_products_that_stay_apart(self, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        x, weight = torch.randn(1, 24), torch.randn(24, 24)
-
-        def steps() -> Tensor:
-            x.copy_(x.roll(1, 1))
-            first, other = F.linear(x, weight), weight
-            if between in ("bias", "result"):  # what the first gives is the bias, or the weight, of the second
-                return F.linear(x, weight, first.flatten()) if between == "bias" else F.linear(x, first)
-            if between == "input":
-                x.copy_(-x)
-            elif between == "weight":
-                other = first.new_ones(24, 24) * first[0]
-            elif between == "far away":
-                first = first.relu().relu().relu().relu()
-            return first + F.linear(x[:, :] if between != "another input" else x + 1, other)
-
-        recorded = Replayed()
-        result = recorded.capture(steps)
-        assert torch.ops.fastgen.gemv_batch_out.default not in recorded.functions
-        before = x.clone()
-        recorded.replay()
-        x.copy_(before)
-        torch.testing.assert_close(result, steps())
-
-    @needs_kernel
-    def test_products_of_one_call_share_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Threads execute them at the same time: nothing that one reads or writes lies where another one writes."""
-        x, weights = torch.randn(1, 24), [torch.randn(24, 24) for _ in range(3)]
-
-        def steps() -> Tensor:
-            results = [F.linear(x, weight) for weight in [weight * 2 for weight in weights]]
-            return results[0] + results[1] + results[2]
-
-        recorded = Replayed()
-        recorded.capture(steps)
-        (call,) = (
-            call for call in recorded.calls(planned=False) if call.func is torch.ops.fastgen.gemv_batch_out.default
-        )
-        results, _, used, _ = call.args
-        places = sorted((each.data_ptr(), each.numel() * each.itemsize) for each in (*results, *used))
-        assert all(place + size <= after for (place, size), (after, _) in itertools.pairwise(places))
-
-    @needs_kernel
-    def test_products_that_must_be_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        x, weight = torch.randn(4, 20), torch.randn(20, 30)
-        assert self.captured(lambda: x @ weight)[0] == 1
-        with settings.changed(packed_weights="never"):
-            assert self.captured(lambda: x @ weight)[0] == 0
-
-
-class TestElementwise:
-    """Small operators that follow one another are one call; the results have the same bits."""
-
-    @staticmethod
-    def counted(function: Callable[[], Tensor], inputs: list[Tensor]) -> list[int]:
-        """How many operators each of the calls has; replays are compared."""
-        recorded = Replayed()
-        result = recorded.capture(function)
-        for _ in range(3):
-            assert recorded.replay() or torch.equal(result, function())
-            for x in inputs:
-                x.normal_()
-        calls = [call for call in recorded.calls(planned=False) if call.func is torch.ops.fastgen.elementwise.default]
-        return [len(call.args[1]) for call in calls]
-
-    @needs_kernel
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_a_rotary_embedding(self, dtype: torch.dtype) -> None:
-        x, cos, sin = (torch.randn(2, heads, 1, 8).to(dtype) for heads in (3, 1, 1))
-
-        def rotated() -> Tensor:
-            return x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
-
-        assert self.counted(rotated, [x, cos, sin]) == [6]
-        # Two, and what another operator makes of them, between two more.
-        assert self.counted(lambda: rotated().exp() * cos - sin, [x]) == [6, 2]
-        assert self.counted(lambda: (x * cos).exp() - x, [x]) == [1, 1]
-
-    @needs_kernel
-    def test_memory_that_is_used_again(self) -> None:
-        x = torch.randn(50)
-
-        def chain() -> Tensor:
-            y = x
-            for _ in range(9):
-                y = torch.cat([(y * x)[:25], -(y + x)[25:]]) - x
-            return y
-
-        assert self.counted(chain, [x]) == [9 * 6]
-
-    @needs_kernel
-    def test_large_ones_are_torchs(self) -> None:
-        x = torch.randn(2**16)
-        assert self.counted(lambda: -(x * x), [x]) == []
-
-
 KINDS = st.sampled_from(
     ["add", "cat", "sum", "view", "write", "topk", "empty", "copy", "constant", "like", "in place", "activation"]
 )
@@ -492,7 +256,6 @@ SOME_STEPS = st.lists(st.tuples(KINDS, st.integers(0, 99), st.integers(0, 99)), 
 
 
 def run(steps: list[tuple[str, int, int]], x: Tensor) -> list[Tensor]:
-    """Results of some operators, each of earlier results."""
     found = [x]
     for kind, i, j in steps:
         a, b = found[i % len(found)], found[j % len(found)]

@@ -68,8 +68,16 @@ def made(own: Buffers) -> None:
     own["out"].copy_(larger.sum(dim=1))
 
 
+def numbers(own: Buffers) -> None:
+    """Sizes and numbers that are no multiples of the batch, and some that a batch of those that were recorded has."""
+    rows = len(own["x"])
+    last = own["x"].new_full((rows + 1, 34), rows - 1).clamp(max=rows)
+    best = torch.cat([own["x"], own["x"], own["x"][:, :2]], dim=1).topk(17, dim=1).values
+    own["out"].copy_(last[1:, :12] + best[:, 5:17])
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5, 16, 17])
-@pytest.mark.parametrize("function", [product, by_head, by_place, made])
+@pytest.mark.parametrize("function", [product, by_head, by_place, made, numbers])
 def test_what_is_specialized_does_what_was_recorded(function: Callable[[Buffers], None], batch: int) -> None:
     own, expected = buffers_for(batch), buffers_for(batch)
     symbolic(function).specialize(own, batch, batch, None).replay()
@@ -81,7 +89,6 @@ def test_what_is_specialized_does_what_was_recorded(function: Callable[[Buffers]
 
 @pytest.mark.parametrize("function", [product, by_head, by_place, made])
 def test_the_first_inputs_of_larger_buffers(function: Callable[[Buffers], None]) -> None:
-    """The others stay what they are."""
     own, whole = buffers_for(9), buffers_for(9)
     before = {name: buffer.clone() for name, buffer in own.items()}
     symbolic(function).specialize(own, 9, 4, None).replay()
@@ -102,22 +109,6 @@ def test_random_numbers_are_those_of_a_recording() -> None:
     found.specialize(own, 3, 3, None).replay()
     torch.manual_seed(5)
     assert torch.equal(own["out"], torch.empty(6, HEADS * DIM).exponential_())
-
-
-def numbers(own: Buffers) -> None:
-    """Sizes and numbers that are no multiples of the batch, and some that a batch of those that were recorded has."""
-    rows = len(own["x"])
-    last = own["x"].new_full((rows + 1, 34), rows - 1).clamp(max=rows)
-    best = torch.cat([own["x"], own["x"], own["x"][:, :2]], dim=1).topk(17, dim=1).values
-    own["out"].copy_(last[1:, :12] + best[:, 5:17])
-
-
-def test_numbers_that_follow_the_batch() -> None:
-    for batch in (1, 2, 6, 17):
-        own, expected = buffers_for(batch), buffers_for(batch)
-        symbolic(numbers).specialize(own, batch, batch, None).replay()
-        numbers(expected)
-        assert torch.equal(own["out"], expected["out"])
 
 
 def test_what_says_too_little_is_refused() -> None:

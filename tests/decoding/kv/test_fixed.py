@@ -80,7 +80,6 @@ def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...
 
 
 def begun(device: torch.device, inputs: int = BATCH, at_end: bool = True, **size: int | None):
-    """Buffers with a prompt in them, and the prompt."""
     state, kv = make(device, **size)
     given = prompt(device, inputs)
     kv.load(*given, at_end=at_end)
@@ -96,28 +95,55 @@ def go_on(state: StepState, kv: FixedKV, steps: int, keys: float = 1.0) -> None:
         state.advance(None)
 
 
-def step(kv: FixedKV, rows: int, device: torch.device, width: int = 1):
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spelled_out: bool) -> torch.Tensor:
+    """SDPA, or the products of a model's own attention: heads of one query each are folded, others repeated."""
+    if not spelled_out:
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    rows, _, width, dim = query.shape
+    wide = query.view(rows, KV_HEADS, -1, DIM) if width == 1 else query
+    if width > 1:
+        shape = rows, HEADS, keys.shape[2], DIM
+        keys, values = (
+            part[:, :, None].expand(-1, -1, HEADS // KV_HEADS, -1, -1).reshape(shape) for part in (keys, values)
+        )
+    return ((wide @ keys.transpose(2, 3) * dim**-0.5).softmax(dim=-1) @ values).view(query.shape)
+
+
+def step(kv: FixedKV, rows: int, device: torch.device, width: int = 1, spelled_out: bool = False):
     keys, values = torch.randn(2, rows, KV_HEADS, width, DIM, device=device)
     query = torch.randn(rows, HEADS, width, DIM, device=device)
-    stored = kv.write(keys, values)
-    return query, keys, values, F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
+    return query, keys, values, attend(query, *kv.write(keys, values), spelled_out)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("inputs", [BATCH, 1])
-def test_rows_attend_to_their_own_history(device, at_end, inputs, each_backend):
-    """Inputs may be fewer than the capacity; beams continue other beams at every step."""
-    state, kv, given = begun(device, inputs, at_end)
+@pytest.mark.sampled(9, each=("at_end", "each_backend", "reorders", ("width", "inputs", "spelled_out")))
+@pytest.mark.parametrize("reorders", [False, True])
+@pytest.mark.parametrize("spelled_out", [False, True])
+@pytest.mark.parametrize(("width", "inputs"), [(1, BATCH), (1, 1), (2, BATCH), (3, BATCH)])
+def test_rows_attend_to_their_own_history(device, at_end, width, inputs, spelled_out, reorders, each_backend):
+    """Inputs may be fewer than the capacity. Rows keep some of the new positions, as of tokens that were drafted, or
+    one; one that keeps none writes over them. Beams of an input keep equally many, and continue other beams.
+    """
+    capacity, rows, draw = CAPACITY * width, inputs * PER_INPUT, random.Random(width)
+    state, kv, given = begun(device, inputs, at_end, capacity=capacity, width=width)
     history = History(inputs, *given[:2])
-    rows = inputs * PER_INPUT
-    for number in range(CAPACITY):
-        query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
-        history.check(*(part[:rows] for part in (query, keys, values, found)))
-        parents = torch.arange(BATCH * PER_INPUT, device=device)
-        if number % 2 == 0:
-            parents[0 if number % 4 else 1] = parents[1 if number % 4 else 0]
-        state.advance(parents)
-        history.reorder(parents[:rows].tolist())
+    for number in range(2 * CAPACITY):
+        if int(state.position.max()) + width > capacity:
+            break
+        made = step(kv, BATCH * PER_INPUT, device, width, spelled_out)
+        history.check(*(part[:rows] for part in made))
+        parents, kept = None, [1] * BATCH * PER_INPUT
+        if reorders:
+            own = [range(row - row % PER_INPUT, row - row % PER_INPUT + PER_INPUT) for row in range(len(kept))]
+            parents = [draw.choice(each) for each in own]
+        if width > 1 and number % 3:
+            kept = [draw.randrange(width + 1) for _ in kept]
+            kept = [kept[row - row % PER_INPUT] for row in range(len(kept))] if reorders else kept
+        counts = torch.tensor(kept, device=device) if width > 1 and number % 3 else 1
+        state.advance(None if parents is None else torch.tensor(parents, device=device), counts)
+        history.keep(kept[:rows], of=width)
+        if parents is not None:
+            history.reorder(parents[:rows])
+    assert number >= CAPACITY - 1
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -164,29 +190,6 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
     assert all(map(torch.equal, kv.prefix, small.prefix))
 
 
-@pytest.mark.parametrize("spelled_out", [False, True])
-def test_a_step_of_two_positions(device, spelled_out):
-    """The first sees what was there and itself, and stays. The second sees that one too, and is gone afterwards."""
-    state, kv, given = begun(device, capacity=CAPACITY + 1, width=2)
-    history = History(BATCH, *given[:2])
-    for number in range(CAPACITY):
-        keys, values = torch.randn(2, BATCH * PER_INPUT, KV_HEADS, 2, DIM, device=device)
-        query = torch.randn(BATCH * PER_INPUT, HEADS, 2, DIM, device=device)
-        stored = kv.write(keys, values)
-        if spelled_out:
-            full_keys, full_values = (part[:, :, None].expand(-1, -1, 2, -1, -1) for part in stored)
-            shape = (BATCH * PER_INPUT, HEADS, PREFIX_CAPACITY + CAPACITY + 1, DIM)
-            scores = query @ full_keys.reshape(shape).transpose(2, 3) * DIM**-0.5
-            found = scores.softmax(dim=-1) @ full_values.reshape(shape)
-        else:
-            found = F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
-        history.check(query, keys, values, found)
-        history.keep([1] * BATCH * PER_INPUT, of=2)
-        parents = [1, 1, 2, 2, 5, 4] if number % 2 else [0, 0, 3, 2, 4, 4]
-        state.advance(torch.tensor(parents, device=device))
-        history.reorder(parents)
-
-
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
 def test_a_mask_that_is_added(device, lowest):
     """It is always read: the model may have learned what says nothing now."""
@@ -222,7 +225,6 @@ def test_a_sliding_window(device, window, each_backend):
 @pytest.mark.parametrize("spelled_out", [False, True])
 @pytest.mark.parametrize(("width", "window"), [(1, None), (1, 3), (2, None)])
 def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
-    """It sees what it would have seen alone, and so do the others."""
     size = {"capacity": CAPACITY + width - 1, "width": width, "window": window}
     (state, kv), (later, alone) = make(device, **size), make(device, **size)
     rows, new_rows = BATCH * PER_INPUT, slice(PER_INPUT, 2 * PER_INPUT)
@@ -232,17 +234,6 @@ def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
     for each, part in ((state, kv), (state_of_others, kv_of_others)):
         part.load(*given, at_end=True)
         each.begin()
-
-    def attend(part, query, stored):
-        keys, values = part.write(*stored)
-        if not spelled_out:
-            return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-        wide = query.view(rows, KV_HEADS, -1, DIM) if width == 1 else query
-        if width > 1:
-            keys, values = (x[:, :, None].expand(-1, -1, 2, -1, -1) for x in (keys, values))
-            shape = (rows, HEADS, PREFIX_CAPACITY + size["capacity"], DIM)
-            keys, values = keys.reshape(shape), values.reshape(shape)
-        return (torch.matmul(wide, keys.transpose(2, 3)).softmax(dim=-1) @ values).view(query.shape)
 
     for number in range(CAPACITY):
         if number == 2:
@@ -254,26 +245,15 @@ def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
             later.begin()
         query = torch.randn(rows, HEADS, width, DIM, device=device)
         stored = torch.randn(2, rows, KV_HEADS, width, DIM, device=device)
-        found = attend(kv, query, stored)
-        torch.testing.assert_close(found[others], attend(kv_of_others, query, stored)[others], rtol=1e-5, atol=1e-6)
+        found, wanted = (attend(query, *part.write(*stored), spelled_out) for part in (kv, kv_of_others))
+        torch.testing.assert_close(found[others], wanted[others], rtol=1e-5, atol=1e-6)
         parents = torch.tensor([1, 1, 3, 2, 4, 4], device=device)
         if number >= 2:
-            torch.testing.assert_close(found[new_rows], attend(alone, query, stored)[new_rows], rtol=1e-5, atol=1e-6)
+            wanted = attend(query, *alone.write(*stored), spelled_out)
+            torch.testing.assert_close(found[new_rows], wanted[new_rows], rtol=1e-5, atol=1e-6)
             later.advance(parents)
         state.advance(parents)
         state_of_others.advance(parents)
-
-
-def test_rows_that_keep_different_numbers_of_positions(device, each_backend):
-    """As when a row takes some of the tokens that were drafted for it; one that keeps none writes over them."""
-    state, kv, given = begun(device, capacity=12, width=3)
-    history = History(BATCH, *given[:2])
-    rows, draw = BATCH * PER_INPUT, random.Random(5)
-    for _ in range(4):
-        history.check(*step(kv, rows, device, width=3))
-        kept = [draw.randrange(4) for _ in range(rows)]
-        history.keep(kept, of=3)
-        state.advance(None, torch.tensor(kept, device=device))
 
 
 @pytest.mark.parametrize("capacity", [CAPACITY, 2 * CAPACITY])

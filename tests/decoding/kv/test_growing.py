@@ -44,7 +44,6 @@ def test_what_a_reorder_has_gathered_is_not_forgotten(moves, monkeypatch):
 
 
 def moved_layer(prompt: bool = False) -> GrowingKV:
-    """Two beams of one input, whose suffix a reorder moves."""
     layer = GrowingKV(4)
     if prompt:
         layer.extend(*torch.randn(2, 1, 1, 3, 2))

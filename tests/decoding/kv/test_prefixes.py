@@ -44,8 +44,6 @@ def test_no_more_is_copied_than_is_kept() -> None:
 
 
 class _Watched(PrefixCache):
-    """Knows how many bytes there were at the most."""
-
     largest = 0
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -56,28 +56,29 @@ def test_truth() -> None:
         RecordedGraph().capture(lambda: bool(zero))
 
 
-def test_ranges() -> None:
-    number, bounded = made()
-    found = torch.zeros(3, dtype=torch.int64)
-    graph = RecordedGraph()
-    graph.capture(capturable(lambda: found.copy_(torch.arange(bounded + 1, bounded + 4, dtype=torch.int64))))
-    assert arange(bounded, 2 + bounded, dtype=torch.int32).tolist() == [4, 5]
-    assert arange(1, 3).tolist() == [1, 2]
-    number.fill_(6)
-    graph.replay()
-    assert found.tolist() == [7, 8, 9]
+TABLE = torch.arange(20).view(1, 20) * 2
 
 
-def test_slices_of_tables() -> None:
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda bounded: torch.arange(bounded + 1, bounded + 4, dtype=torch.int64), [7, 8, 9]),
+        (lambda bounded: TABLE[:, bounded + 1 : 4 + bounded][0], [14, 16, 18]),
+    ],
+)
+def test_ranges_and_slices(function: Callable[[Any], torch.Tensor], expected: list[int]) -> None:
     """As BERT takes positions from a table: the host need not know where the slice begins."""
-    (number, bounded), table = made(), torch.arange(20).view(1, 20) * 2
-    found = torch.zeros(1, 3, dtype=torch.int64)
-    graph = RecordedGraph()
-    graph.capture(capturable(lambda: found.copy_(table[:, bounded + 1 : 4 + bounded])))
+    (number, bounded), found, graph = made(), torch.zeros(3, dtype=torch.int64), RecordedGraph()
+    graph.capture(capturable(lambda: found.copy_(function(bounded))))
     number.fill_(6)
     graph.replay()
-    assert found.tolist() == [[14, 16, 18]]
-    assert getitem(table, (0, slice(bounded, bounded + 1))).tolist() == [12]  # as ever, which waits for the number
+    assert found.tolist() == expected
+
+
+def test_what_waits_for_the_number() -> None:
+    _, bounded = made()
+    assert arange(bounded, 2 + bounded, dtype=torch.int32).tolist() == [4, 5] and arange(1, 3).tolist() == [1, 2]
+    assert getitem(TABLE, (0, slice(bounded, bounded + 1))).tolist() == [8]
 
 
 def test_ranges_and_slices_of_each_row() -> None:

@@ -31,7 +31,6 @@ def made_of_latents(has_suffix, device):
 
 @pytest.fixture(params=[*STORED, *(f"latents, {name}" for name in STORED)])
 def pair(request, device):
-    """(KVView, the full tensor it stands for) for K and for V."""
     kind, _, name = request.param.rpartition(", ")
     if kind:
         return made_of_latents(STORED[name], device)

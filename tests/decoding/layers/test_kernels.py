@@ -160,8 +160,6 @@ def test_a_weight_that_changes(dtype: torch.dtype, multiplied: Multiplied) -> No
 
 
 class Doubled(nn.Parameter):
-    """A bias that does more than to be added."""
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         result = super().__torch_function__(function, types, args, kwargs or {})

@@ -22,21 +22,8 @@ from tests.decoding.layers.tiny import KINDS, is_replaced, model_of_layers
 pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
 
 
-def test_contexts_of_a_model_share_their_copies(packed: list[torch.Tensor]) -> None:
-    model, x = model_of_layers(), torch.randn(2, 20)
-    with FastLayers.of(model, KINDS):
-        model(x)
-        with FastLayers.of(model, KINDS):  # which packs them again: they may have been changed
-            for _ in range(2):
-                model(x)
-        assert is_replaced(model[0])
-        model(x)
-    assert len(packed) == 6 and not is_replaced(model[0])
-
-
 @pytest.mark.parametrize("mode", ["call", "keep"])
 def test_a_weight_of_another_size(mode: str) -> None:
-    """As when a vocabulary grows by a token."""
     fastgen.enable(packed_weights=mode)
     model, x = nn.Sequential(nn.Linear(64, 50, bias=False)), torch.randn(3, 64)
     for during, after in ((51, 52), (50, 53)):

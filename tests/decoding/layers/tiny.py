@@ -10,8 +10,6 @@ from fastgen.decoding.layer_forms import FloatLinear, QuantizedLinear
 
 
 class Transposed(nn.Module):
-    """A layer that stores its weight as GPT-2 does."""
-
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(inputs, outputs))

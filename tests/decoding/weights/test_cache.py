@@ -26,7 +26,6 @@ NBYTES = 64 * 64 * 4
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """No other test's copies are counted."""
-    gc.collect()
     cache.drop_all()
     another_call()
     with torch.no_grad():
@@ -153,7 +152,6 @@ def test_there_is_one_budget(free: list[int]) -> None:
 
 
 def test_copies_that_were_not_used_lately_go_for_new_ones(free: list[int]) -> None:
-    """The one first that has not been used for longest."""
     held = [derived(parameter()) for _ in range(4)]
     assert held[0].make() is not None and held[1].make() is not None
     for _ in range(cache.BACK_OFF):

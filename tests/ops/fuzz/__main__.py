@@ -169,7 +169,6 @@ def _listed(arg: Any) -> list[Any]:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 

@@ -30,8 +30,6 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Region:
-    """Pages with a forbidden one on either side."""
-
     def __init__(self, size: int) -> None:
         self.size = -(-max(size, 1) // _PAGE) * _PAGE
         whole = self.size + 2 * _PAGE
@@ -51,7 +49,6 @@ class _Region:
         return self.begin + self.first
 
     def is_intact(self) -> bool:
-        """Whether nothing was written beside the part in use."""
         before = ctypes.string_at(self.begin, self.first)
         behind = ctypes.string_at(self.begin + self.last, self.size - self.last)
         return before == self.clean[: self.first] and behind == self.clean[self.last :]
@@ -108,15 +105,12 @@ class Memory:
         self._snapshot = [(region, ctypes.string_at(region.begin, region.size)) for region in self._used + self._large]
 
     def has_changed(self) -> bool:
-        """Whether anything is different from what `remember` saw."""
         return any(old != ctypes.string_at(region.begin, region.size) for region, old in self._snapshot)
 
     def is_intact(self) -> bool:
-        """Whether nothing was written beside any tensor."""
         return all(region.is_intact() for region in self._used + self._large)
 
     def clear(self) -> None:
-        """No tensor is in use any more."""
         for region in self._used:
             region.clear()
         for region in self._large:

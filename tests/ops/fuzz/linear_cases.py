@@ -22,7 +22,6 @@ def _layer(rng: random.Random, dtype: torch.dtype = torch.float32) -> tuple[Tens
 
 
 def _weight(rng: random.Random, outputs: int, inputs: int) -> Tensor:
-    """Stored by outputs, by inputs, or with gaps."""
     if rng.random() < 0.3:
         return torch.randn(inputs, outputs).t()
     return rows_apart(torch.randn(outputs, inputs), rng)

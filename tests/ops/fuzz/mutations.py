@@ -35,7 +35,6 @@ class Misaligned(NamedTuple):
 
 
 def mutated(types: list[str], args: list[Any], rng: random.Random) -> list[Any]:
-    """The arguments with one to three changes."""
     args = [list(arg) if isinstance(arg, list) else arg for arg in args]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         place = rng.randrange(len(args)) if args else 0
@@ -70,7 +69,6 @@ def placed(args: list[Any], memory: Memory) -> list[Any]:
 
 
 def _is_plain(arg: Any) -> bool:
-    """Whether it is a tensor that can be copied to other memory."""
     return (
         type(arg) is Tensor
         and arg.device.type == "cpu"
@@ -151,7 +149,6 @@ def _changed_list(type_: str, items: list[Any], args: list[Any], rng: random.Ran
 
 
 def _any_of(type_: str, args: list[Any], rng: random.Random) -> Any:
-    """Any argument of a type."""
     if type_.startswith("Optional"):
         return None if rng.random() < 0.3 else _any_of(type_[len("Optional[") : -1], args, rng)
     if type_.startswith("List"):

@@ -22,7 +22,6 @@ _VOCABULARY = 9
 
 
 def _search(kind: type[Search], rng: random.Random, **options: Any) -> Any:
-    """A search that has gone a few steps."""
     batch, per_input, new_tokens = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 6)
     eos = rng.choice(((), (2,), (2, 5)))
     search = kind(batch, per_input, 3 + rng.randrange(3), new_tokens + rng.randrange(3), _CPU, eos, **options)

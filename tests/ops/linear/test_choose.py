@@ -43,7 +43,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Isa], None]:
-    """Chooses as on another processor."""
     return lambda isa: monkeypatch.setattr(choose, "instruction_set", functools.cache(lambda: isa))
 
 
@@ -140,7 +139,6 @@ def test_half_precision_as_docs_precision_says(isa: Isa, m: int) -> None:
 def test_of_a_product_only_the_type_the_layout_and_its_rows_count(
     dtype: torch.dtype, columns: bool, m: int, n: int, k: int, biased: bool, seed: int
 ) -> None:
-    """Neither its size nor what is in it."""
     random = torch.Generator().manual_seed(seed)
     layout = Layout.COLUMNS if columns else Layout.ROWS
     x, weight = torch.randn(m, k, generator=random).to(dtype), torch.randn(n, k, generator=random).to(dtype)

@@ -115,7 +115,6 @@ def test_rows_and_groups_of_zeros(bits: int, rounded: Callable[..., PackedWeight
 
 
 def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
-    """What the kernels round x to, in float64."""
     x = x.double() if order is None else x.double()[:, order]
     wide = F.pad(x, (0, -x.shape[1] % group_size)).unflatten(1, (-1, group_size))
     step = wide.abs().amax(dim=2, keepdim=True) / 127
@@ -364,43 +363,27 @@ def test_rounding_to_the_nearest(vectors, inputs, outputs, bits, group_size, dty
     assert ((result - meant).abs() <= most * step[:, : meant.shape[1]] + (1e-6 if rotated else 1e-9)).all()
 
 
-def test_shapes_for_the_compiler(bits: int = 4) -> None:
-    """What torch.compile and torch.export ask for, without computing it."""
-    weight, x, which = torch.randn(70, 100), torch.randn(3, 100), torch.tensor([1, 69])
+def test_the_compiler(bits: int = 4) -> None:
+    """What torch.compile and torch.export ask for, without computing it. A number of rows is left open: read as a
+    number, it would make the compiled function one for that number alone.
+    """
+    packed, scales = grouped.rounded(torch.randn(70, 100), bits, 64), torch.full((70, 2), 0.1)
+    rounded = torch.randn(70, 100)
 
     def use(weight: Tensor, x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
-        scales = torch.full((70, 2), 0.1)
-        extremes = torch.ops.fastgen.group_extremes(weight, 64, True)
-        qweight = torch.ops.fastgen.round_to_panels(weight, scales, bits, 64, True)
-        panels = torch.nn.functional.pad(scales, (0, 0, 0, 26)).view(3, 32, 2).transpose(1, 2).contiguous()
-        y = torch.ops.fastgen.grouped_linear(x, qweight, panels, None, None, None, None, 70, bits, 64, True, False)
-        out = torch.zeros(3, 70)
-        torch.ops.fastgen.grouped_linear_out(out, x, qweight, panels, None, None, None, None, bits, 64, True, False)
-        rows = torch.ops.fastgen.grouped_rows(x, which, qweight, panels, None, None, 70, 100, bits, 64)
-        return extremes, qweight, y, out, rows
-
-    expected = use(weight, x, which)
-    compiled = torch.compile(use, fullgraph=True, backend="aot_eager")(weight, x, which)
-    assert all(map(torch.equal, compiled, expected))
-
-
-def test_a_number_of_rows_that_the_compiler_leaves_open(bits: int = 4) -> None:
-    """A shape that is read as a number would make the compiled function one for that number alone."""
-    packed = grouped.rounded(torch.randn(70, 128), bits, 64)
-
-    def use(weight: Tensor, x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
-        sizes = 70, 128, bits, 64
+        out = x.new_zeros(len(x), 70)
+        torch.ops.fastgen.grouped_linear_out(out, x, *packed[:5], None, bits, 64, False, False)
         return (
-            torch.ops.fastgen.group_extremes(weight, 64, False),
+            torch.ops.fastgen.group_extremes(weight, 64, True),
+            torch.ops.fastgen.round_to_panels(rounded, scales, bits, 64, True),
             grouped.grouped_linear(x, packed),
-            torch.ops.fastgen.grouped_rows(x, which, packed.qweight, packed.scales, None, None, *sizes),
+            out,
+            torch.ops.fastgen.grouped_rows(x, which, packed.qweight, packed.scales, None, None, 70, 100, bits, 64),
         )
 
     compiled = torch.compile(use, fullgraph=True, backend="aot_eager")
-    for tensors in (
-        (torch.randn(40, 128), torch.randn(3, 128), torch.tensor([1, 69])),
-        (torch.randn(50, 128), torch.randn(5, 128), torch.tensor([1, 69, 2, 7])),
-    ):
+    for rows, outputs, which in ((3, 40, [1, 69]), (5, 50, [1, 69, 2, 7])):
+        tensors = torch.randn(outputs, 100), torch.randn(rows, 100), torch.tensor(which)
         for each in tensors:
             torch._dynamo.mark_dynamic(each, 0)  # what makes it one of this size alone is an error
         assert all(map(torch.equal, compiled(*tensors), use(*tensors)))

@@ -1,13 +1,8 @@
-"""What all kernels of linear layers have in common: one table of kernels, each with a format and layouts of its weight.
-
-Each runs in every instruction set that it is compiled for.
-What is special to a kernel is in the file of its module.
-"""
+"""Every kernel of linear layers by the same rules: format, M, instruction set, layout and bias vary (kernels.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,205 +10,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops import _library, quantized_linear
-from fastgen.ops.linear import grouped, panels
-from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV
-from tests.ops.instructions import has_tiles, instruction_set, threads, unless_again
-from tests.ops.linear import dequantizing
-
-_ops = torch.ops.fastgen
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# None: all that the processor has.
-SETS = ("avx512", "avx2", "default")
-GROUP_SIZE = 32
-
-
-class Packed(NamedTuple):
-    """A weight in the format of a kernel, and the numbers that it stands for, [N, K]."""
-
-    weight: Any
-    meant: Tensor
+from fastgen.ops.linear.kernels import GEMM
+from tests.ops.instructions import instruction_set, threads, zen5
+from tests.ops.linear.kernels import (
+    EVERY,
+    F16,
+    F32,
+    WITH_CHECKS,
+    WITH_SEVERAL,
+    Draw,
+    Kernel,
+    as_it_is,
+    cases,
+)
 
 
-class Kernel(NamedTuple):
-    """A kernel with a format of its weight.
-
-    Attributes:
-        dtype: of x, the bias and the result.
-        pack: from the weight, [N, K] of this dtype as it lies.
-        multiply: (x, weight, bias), x of any number of dimensions.
-        out: (result, x, weight, bias), x as [M, K].
-        several: (results, x, weights, biases).
-        mixes: whether the weights of one call may lie in different ways.
-        error: of a result, as a part of the largest number of the row of x times the sum of the weights.
-        as_gemm: whether results have the bits of GEMM with the numbers that the weight stands for.
-        order: M with the same one have the same order of sums.
-        most: rows that it is tried with.
-        least: outputs of a weight.
-        missing: why it does not run here.
-    """
-
-    name: str
-    dtype: torch.dtype
-    sets: tuple[str | None, ...]
-    layouts: tuple[str, ...]
-    pack: Callable[[Tensor], Packed]
-    multiply: Callable[[Tensor, Any, Tensor | None], Tensor]
-    out: Callable[..., object] | None = None
-    several: Callable[..., object] | None = None
-    mixes: bool = True
-    error: float = 2e-6
-    as_gemm: bool = False
-    order: Callable[[int], int] = lambda m: 0
-    most: int = 2**20
-    least: int = 0
-    missing: str = _library.load("CPU")
-
-
-def _as_it_is(weight: Tensor) -> Packed:
-    return Packed(weight, weight)
-
-
-def _gemv(dtype: torch.dtype) -> Kernel:
-    in_tiles = dtype is BF16 and has_tiles()
-    return Kernel(
-        f"gemv {dtype}", dtype, (None, *SETS), ("rows", "gaps", "columns"), _as_it_is, GEMV.multiply,
-        _ops.gemv_out, _ops.gemv_batch_out,
-        # With AMX, 8 to 16 rows of bfloat16 are multiplied in its tiles.
-        order=lambda m: int(in_tiles and 8 <= m <= 16), most=49, mixes=False,
-    )  # fmt: skip
-
-
-def _panels(dtype: torch.dtype) -> Kernel:
-    def pack(weight: Tensor) -> Packed:
-        return Packed((panels.pack(weight.to(dtype)), len(weight)), weight.to(dtype))
-
-    def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
-        _ops.panels_gemm_batch_out(ys, x, [packed for packed, _ in weights], biases)
-
-    return Kernel(
-        f"panels {dtype}", F32, SETS, ("rows", "gaps"), pack,
-        lambda x, weight, bias: panels.panels_gemm(x, weight[0], bias, weight[1]),
-        lambda y, x, weight, bias: several([y], x, [weight], [bias]), several, as_gemm=True,
-    )  # fmt: skip
-
-
-def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kernel:
-    sizes = bits, GROUP_SIZE, rotated, floats
-
-    def pack(weight: Tensor) -> Packed:
-        packed = grouped.rounded(weight, bits, GROUP_SIZE, rotated)
-        return Packed(packed, dequantizing.dequantized(packed, torch.float64))
-
-    def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
-        parts = [[weight[part] for weight in weights] for part in range(4)]
-        _ops.grouped_linear_batch_out(ys, x, *parts, None, biases, *sizes)
-
-    activations = "float" if floats else "int8"
-    return Kernel(
-        f"{bits} bits in groups, {activations} activations in {dtype}{', rotated' if rotated else ''}",
-        dtype, (None, "avx-vnni", "avx2", "default"), ("rows", "gaps", "columns", "part"), pack,
-        lambda x, weight, bias: grouped.grouped_linear(x, weight, bias, floats),
-        lambda y, x, weight, bias: _ops.grouped_linear_out(y, x, *weight[:5], bias, *sizes), several,
-        # Half a step of 8 bits; rotated ones are larger.
-        error=2e-6 if floats else 0.03 if rotated else 1 / 250, as_gemm=floats and dtype is F32, least=1,
-    )  # fmt: skip
-
-
-KERNELS = [
-    Kernel(
-        "gemm", F32, SETS, ("rows", "gaps", "columns", "part"), _as_it_is, GEMM.multiply,
-        _ops.gemm_out, _ops.gemm_batch_out,
-    ),
-    *map(_gemv, (F32, BF16, F16)),
-    *map(_panels, (BF16, F16)),
-    *(
-        Kernel(
-            f"gemm {dtype}", dtype, SETS, ("rows", "gaps", "columns"), _as_it_is, GEMM.multiply,
-            _ops.gemm_out, _ops.gemm_batch_out,
-        )
-        for dtype in (BF16, F16)
-    ),
-    Kernel(
-        "bf16x3", F32, (None,), ("rows", "gaps"), _as_it_is, BF16X3.multiply, _ops.bf16x3_gemm_out,
-        error=5e-7, missing="" if has_tiles() else "this processor has no AMX",
-    ),
-    _grouped(4, False, True, F32),
-    _grouped(4, False, False, BF16),
-    _grouped(8, True, False, F32),
-    Kernel(
-        "tiles of bf16", F32, (None, "avx512"), ("rows", "gaps", "columns", "part"),
-        lambda weight: Packed(quantized_linear.pack(weight, "bf16"), weight.bfloat16()),
-        quantized_linear.quantized_linear,
-        # x is rounded to 8 significant bits. With AMX, what is left of a tile of rows decides about the order.
-        error=2**-8, order=lambda m: m, least=1, missing=quantized_linear.unavailable("bf16") or "",
-    ),
-]  # fmt: skip
-
-
-def _cases(kernels: list[Kernel], once: bool = False) -> pytest.MarkDecorator:
-    """Each kernel with each instruction set. What is checked before a set is chosen needs one of them, the widest."""
-    return pytest.mark.parametrize(
-        ("kernel", "vectors"),
-        [
-            pytest.param(
-                kernel, name, id=f"{kernel.name} {name or 'widest'}",
-                marks=[
-                    pytest.mark.skipif(bool(kernel.missing), reason=f"{kernel.name}: {kernel.missing}"),
-                    unless_again(name, (None,) if once else kernel.sets),
-                ],
-            )
-            for kernel in kernels
-            for name in ((None,) if once else kernel.sets)
-        ],
-    )  # fmt: skip
-
-
-EVERY = _cases(KERNELS)
-WITH_CHECKS = [kernel for kernel in KERNELS if kernel.out is not None]
-WITH_SEVERAL = [kernel for kernel in KERNELS if kernel.several is not None]
-
-
-class Draw:
-    """Numbers of a kernel's type, of which each seed gives the same."""
-
-    def __init__(self, kernel: Kernel, seed: int = 0) -> None:
-        self._kernel, self._generator = kernel, torch.Generator().manual_seed(seed)
-
-    def numbers(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator).to(self._kernel.dtype)
-
-    def weight(self, n: int, k: int, layout: str = "rows") -> Tensor:
-        return {
-            "rows": lambda: self.numbers(n, k),
-            "gaps": lambda: self.numbers(n, k + 2)[:, :k],
-            "columns": lambda: self.numbers(k, n + 2)[:, :n].t(),
-            "part": lambda: self.numbers(n * 2 + 1, k * 2 + 3)[1::2, 2:-1:2],
-        }[layout]()
-
-    def packed(self, n: int, k: int, layout: str = "rows") -> Packed:
-        return self._kernel.pack(self.weight(n, k, layout))
-
-
-def _check(kernel: Kernel, x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+def _check(kernel: Kernel, x: Tensor, weight: Tensor, layout: str, bias: Tensor | None) -> None:
     """Against float64; the operator that writes to a result gives the same bits, and writes nothing around it."""
-    y = kernel.multiply(x, packed.weight, bias)
-    wide, meant = x.double(), packed.meant.double()
+    packed, meant = kernel.pack(weight)
+    y = kernel.multiply(x, packed, bias)
     added = torch.zeros(len(meant), dtype=torch.float64) if bias is None else bias.double()
-    exact = wide @ meant.t() + added
+    wide, exact = x.double(), x.double() @ meant.double().t() + added
     largest = wide.abs().amax(dim=1, keepdim=True) if wide.numel() else wide.new_zeros(len(x), 1)
-    most = kernel.error * (largest * meant.abs().sum(dim=1) + added.abs())
+    most = kernel.error * (largest * meant.double().abs().sum(dim=1) + added.abs())
     # Sums are in float32: what is rounded to the type is the result.
     most += 1e-6 + torch.finfo(kernel.dtype).eps / 2 * exact.abs()
     assert y.shape == exact.shape and y.dtype is kernel.dtype and y.is_contiguous()
     assert ((y.double() - exact).abs() <= most).all(), ((y.double() - exact).abs() / most).max()
+    if layout not in kernel.by_layout:
+        assert torch.equal(
+            y, kernel.multiply(x, kernel.pack(weight.clone(memory_format=torch.contiguous_format))[0], bias)
+        )
     if kernel.as_gemm:  # the signs of zeros, too
-        assert torch.equal(y.view(torch.int32), GEMM.multiply(x, packed.meant.float(), bias).view(torch.int32))
+        alike = GEMM.multiply(x.float(), meant.float(), None if bias is None else bias.float()).to(kernel.dtype)
+        bits = torch.int32 if kernel.dtype is F32 else torch.int16
+        assert torch.equal(y.view(bits), alike.view(bits))
     if kernel.out is not None:
         around = torch.full((len(x) + 2, len(meant)), torch.nan, dtype=kernel.dtype)
-        kernel.out(around[1:-1], x, packed.weight, bias)
+        kernel.out(around[1:-1], x, packed, bias)
         assert torch.equal(around[1:-1], y) and around[[0, -1]].isnan().all()
-    return y
 
 
 @EVERY
@@ -230,12 +65,12 @@ def _check(kernel: Kernel, x: Tensor, packed: Packed, bias: Tensor | None) -> Te
 def test_is_a_linear_layer(
     kernel: Kernel, vectors: str | None, m: int, n: int, k: int, gap: int, biased: bool, data: st.DataObject, seed: int
 ) -> None:
-    """With rows of x that are not next to each other, and a weight in any layout."""
+    """With rows of x that are not next to each other, and a weight in any layout, whose bits are those of its copy."""
     m, n, layout = min(m, kernel.most), max(n, kernel.least), data.draw(st.sampled_from(kernel.layouts))
     draw = Draw(kernel, seed)
     x, bias = draw.numbers(m, k + gap)[:, :k], draw.numbers(n) if biased else None
     with instruction_set(vectors):
-        _check(kernel, x, draw.packed(n, k, layout), bias)
+        _check(kernel, x, draw.weight(n, k, layout), layout, bias)
 
 
 # M, N, K: more rows than a thread takes at a time, more inputs than are multiplied in one go, panels and tiles that end
@@ -243,7 +78,7 @@ def test_is_a_linear_layer(
 # or in float32 at once.
 BLOCKS = [
     (97, 97, 513), (200, 96, 256), (8, 48, 1024), (193, 1, 300), (1030, 97, 260), (1, 1290, 600), (3, 1100, 45),
-    (18, 153, 1700), (29, 300, 513), (64, 64, 256), (20, 130, 3000), (2100, 40, 70), (17, 33, 1024),
+    (18, 153, 1700), (29, 300, 513), (64, 64, 256), (20, 130, 3000), (2100, 40, 70), (17, 33, 1024), (129, 97, 37),
 ]  # fmt: skip
 
 
@@ -254,12 +89,11 @@ def test_shapes_beyond_one_block(kernel: Kernel, vectors: str | None) -> None:
         x = draw.numbers(min(m, kernel.most), k)
         for layout in kernel.layouts:
             with instruction_set(vectors):
-                _check(kernel, x, draw.packed(n, k, layout), draw.numbers(n) if number % 2 else None)
+                _check(kernel, x, draw.weight(n, k, layout), layout, draw.numbers(n) if number % 2 else None)
 
 
 @EVERY
 def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vectors: str | None) -> None:
-    """However many there are, and whatever is in them."""
     # All numbers of rows that fill tiles or parts of them, and sums in several parts.
     many = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 41, 48, 49, 64, 65, 97, 128, 129, 140)
     for k, sizes in ((300, many), (1700, (1, 2, 5, 8, 9, 16, 17, 26, 49))):
@@ -268,7 +102,7 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vec
         others = torch.cat((x[:1] * 1000, x[1:7], -x[7:]))
         for layout in kernel.layouts:
             with instruction_set(vectors):
-                weight = draw.packed(53, k, layout).weight
+                weight = draw.packed(53, k, layout)
                 whole: dict[int, Tensor] = {}
                 for m in reversed(sizes):
                     y = kernel.multiply(x[:m], weight, bias)
@@ -277,17 +111,19 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_are(kernel: Kernel, vec
 
 
 @EVERY
-def test_the_number_of_threads_does_not_matter(kernel: Kernel, vectors: str | None) -> None:
+@pytest.mark.parametrize(("n", "k"), [(500, 600), (75, 37)])
+def test_neither_threads_nor_the_processor_change_a_bit(kernel: Kernel, vectors: str | None, n: int, k: int) -> None:
+    """On Zen 5, with AVX-512, four elements of a line of the weight are loaded at a time, elsewhere one."""
     draw = Draw(kernel)
-    x, bias = draw.numbers(193, 600), draw.numbers(500)
-    parts = [x[: min(m, kernel.most)] for m in (1, 5, 20, 193)]
+    x, bias = draw.numbers(193, k), draw.numbers(n)
     for layout in kernel.layouts:
-        weight, found = draw.weight(500, 600, layout), []
-        for number in (1, 3):
-            with threads(number), instruction_set(vectors):
+        weight, found = draw.weight(n, k, layout), []
+        for number, is_zen5 in ((1, False), (3, False), (1, True)):
+            with threads(number), instruction_set(vectors), zen5(is_zen5):
                 packed = kernel.pack(weight).weight
-                found.append([kernel.multiply(part, packed, bias) for part in parts])
-        assert all(map(torch.equal, *found)), layout
+                found.append([kernel.multiply(x[:m], packed, bias) for m in (1, 5, 9, 20, 28, 40, 49, kernel.most)])
+        for other in found[1:]:
+            assert all(map(torch.equal, found[0], other)), layout
 
 
 @EVERY
@@ -331,7 +167,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(kernel: Kernel, vectors: 
                     assert each.isnan().all() if odd != odd else not each.isfinite().any()
 
 
-@_cases(WITH_SEVERAL)
+@cases(WITH_SEVERAL)
 @settings(max_examples=8)
 @given(
     m=st.integers(0, 70),
@@ -354,7 +190,7 @@ def test_several_with_one_x(
     x, biases = draw.numbers(m, 33), [draw.numbers(n) if biased else None for n, biased in sizes]
     with instruction_set(vectors):
         weights = [
-            draw.packed(n, 33, layout if kernel.mixes else layouts[0]).weight
+            draw.packed(n, 33, layout if kernel.mixes else layouts[0])
             for (n, _), layout in zip(sizes, layouts, strict=True)
         ]
         kernel.several(ys, x, weights, biases)
@@ -363,12 +199,12 @@ def test_several_with_one_x(
     assert around.isnan().sum() == len(sizes) + 1
 
 
-@_cases(WITH_SEVERAL, once=True)
+@cases(WITH_SEVERAL, once=True)
 def test_several_that_do_not_fit_together(kernel: Kernel, vectors: str | None) -> None:
     assert kernel.several is not None
     draw = Draw(kernel)
     with instruction_set(vectors):
-        x, weight = draw.numbers(2, 32), draw.packed(3, 32).weight
+        x, weight = draw.numbers(2, 32), draw.packed(3, 32)
         fitting, wrong = torch.ones(2, 3, dtype=kernel.dtype), torch.ones(4, 3, dtype=kernel.dtype)
         with pytest.raises(RuntimeError, match="as many"):
             kernel.several([fitting], x, [weight, weight], [None, None])
@@ -402,16 +238,15 @@ WEIGHT_MISFITS: dict[str, Callable[[torch.dtype], dict[str, Tensor]]] = {
 }
 
 
-@_cases(WITH_CHECKS, once=True)
+@cases(WITH_CHECKS, once=True)
 def test_what_does_not_fit_is_refused(kernel: Kernel, vectors: str | None) -> None:
-    """And nothing is written."""
     assert kernel.out is not None
     draw = Draw(kernel)
-    misfits = MISFITS | (WEIGHT_MISFITS if kernel.pack is _as_it_is else {})
+    misfits = MISFITS | (WEIGHT_MISFITS if kernel.pack is as_it_is else {})
     for name, misfit in misfits.items():
         with instruction_set(vectors):
             given = {"y": torch.ones(3, 20, dtype=kernel.dtype), "x": draw.numbers(3, 32), "bias": draw.numbers(20)}
-            given |= {"weight": draw.packed(20, 32).weight} | misfit(kernel.dtype)
+            given |= {"weight": draw.packed(20, 32)} | misfit(kernel.dtype)
             with pytest.raises(RuntimeError, match="linear|gem[mv]"):
                 kernel.out(given["y"], given["x"], given["weight"], given["bias"])
                 pytest.fail(f"{name} is not refused")

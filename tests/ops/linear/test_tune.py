@@ -78,7 +78,6 @@ def test_each_kernel_follows_the_one_before_it_once(
     served=st.integers(0, 5),
 )
 def test_a_row_of_any_times_is_one_of_the_table(first: list[float], second: list[float], served: int) -> None:
-    """And no other place to change is better."""
     seconds = _seconds(gemv=[*first[:served], *[None] * (5 - served)], gemm=second)
     row = tune.table(("gemv", "gemm"), seconds)
     read = [(math.inf if most is None else most, name) for most, name in json.loads(json.dumps(row))]

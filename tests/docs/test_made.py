@@ -1,15 +1,38 @@
-"""The tables and the chart of the benchmarks are those of the results. (The tables of docs/support.md take minutes.)"""
+"""What scripts of docs/ make is up to date: pictures, tables, charts. (The tables of docs/support.md take minutes.)"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from xml.etree import ElementTree
+
 import pytest
 
+from fastgen import settings
 from tests.docs.pages import script
+
+
+@pytest.fixture(scope="module")
+def flowchart():
+    return script("make_flowchart")
 
 
 @pytest.fixture(scope="module")
 def tables():
     return script("make_benchmark_tables")
+
+
+def test_the_flowchart_is_up_to_date(flowchart, monkeypatch):
+    assert not flowchart.is_stale(), "run python docs/make_flowchart.py"
+    monkeypatch.setattr(flowchart, "STEPS", flowchart.STEPS[1:])
+    assert flowchart.is_stale()
+
+
+def test_the_flowchart_is_well_formed_and_its_settings_exist(flowchart):
+    root = ElementTree.fromstring(flowchart.draw())
+    text = " ".join(element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text"))
+    named = set(re.findall(r"(\w+)=", text)) - {"dtype"}
+    assert named and named <= {field.name for field in fields(settings.Settings)}
 
 
 def test_tables_of_benchmarks_are_up_to_date(tables):
