@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from tests import near_ties
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import LONG
-from tests.equivalence.others import KNOWN
+from tests.equivalence.others import KNOWN, made
 
 GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
+LOOKUP = {"prompt_lookup_num_tokens": 4}
 DRAFTS = ["int8", "int4", "lookup", "assistant", "early exit"]
 # Models of which the library drafts with the first layers.
 EARLY_EXIT = ("llama", "qwen2", "gemma", "opt")
@@ -48,7 +50,7 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draft_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds draft different numbers of tokens, none among them, whatever that gains."""
+    """Iterations draft different numbers of tokens, none among them, whatever that gains."""
     lengths = itertools.cycle([4, 0, 8, 2, 4, 4, 0, 0, 2, 8, 0, 0, 0, 4])
 
     def choose(self: DraftLength, rows: Any, most: int, available: Any = None) -> int:
@@ -65,6 +67,11 @@ def draft_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counts() -> dict[str, int]:
     return {"accelerated": 0, "accepted": 0, "drafted": 0, "verifies": 0} | fastgen.stats().get(ENTRY_POINT, {})
+
+
+def not_used() -> dict[str, int]:
+    """Why calls did not draft."""
+    return fastgen.stats()[ENTRY_POINT].get("not used", {})
 
 
 def assert_speculates(calls: int) -> None:
@@ -97,21 +104,40 @@ def draft_of(draft: str, model: Any = None, spread: float = 0.01) -> dict[str, A
     return {"assistant_early_exit": 1} if draft == "early exit" else {}
 
 
+def of_its_own(name: str, *args: Any, **inputs: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of the test's own, and inputs for it: see `Family.make_inputs`."""
+    model, given = made(name, *args, **inputs)
+    return copy.deepcopy(model), given
+
+
+def configured(name: str, **config: Any) -> Any:
+    """A model of this family with another configuration."""
+    family = KNOWN[name]
+    return dataclasses.replace(family, config=family.config | config).build()
+
+
 def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], **draft: Any) -> None:
-    """The call gives the tokens of the original code without a draft; near-ties are looked at as elsewhere."""
+    """Asserts that a greedy call returns the tokens of the original code without a draft, near-ties excepted."""
 
     def run() -> Any:
         asked = draft if fastgen.patching.is_active() else {}
-        return model.generate(**copy.deepcopy(inputs), **{**options, **asked})
+        return model.generate(**copy.deepcopy(inputs), **{**GREEDY, **options, **asked})
 
     near_ties.check(run)
+
+
+def all_speculate(model: Any, inputs: dict[str, Any], options: dict[str, Any], calls: int = 2, **draft: Any) -> None:
+    """Asserts that each of some equal calls drafts, and is as `same` wants it."""
+    for _ in range(calls):
+        same(model, inputs, options, **draft)
+    assert_speculates(calls)
 
 
 def speculates(
     name: str, draft: str, options: dict[str, Any] | None = None, batches: Sequence[int] = (3, 3), length: int = LONG
 ) -> None:
-    """Greedy calls of a model on so many inputs, one after the other, all of which draft, as `same` has it."""
+    """Asserts that calls of a model on so many inputs each draft, and are as `same` wants them."""
     model, asked = KNOWN[name].build(), draft_of(draft, KNOWN[name].build())
     for batch in batches:
-        same(model, KNOWN[name].make_inputs(batch, length), {**GREEDY, **(options or {})}, **asked)
+        same(model, KNOWN[name].make_inputs(batch, length), options or {}, **asked)
     assert_speculates(len(batches))

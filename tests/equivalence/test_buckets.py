@@ -1,4 +1,4 @@
-"""Encoders, and the prefill of decoder-only models, run on groups of about the same length: the same, from less."""
+"""Encoders, and the prefill of decoder-only models, run on groups of about the same length, with the same results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.noting import noted
 
 LENGTHS = [7, LONG, 20, 6, 21, LONG]
 GROUPS = [(2, 7), (2, 21), (2, LONG)]
-# A model with an encoder, whose texts have padding behind them, and a decoder-only one, with padding in front.
+# A model with an encoder, whose texts have padding on the right, and a decoder-only one.
 SIDES = {"bart": "right", "gpt2": "left"}
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -33,7 +33,7 @@ both = pytest.mark.parametrize("name", SIDES)
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and length of the groups that were run. Groups pay for tiny inputs too."""
+    """The rows and length of each group. Groups pay for tiny inputs, too."""
     found: list[tuple[int, int]] = []
     groups = buckets._buckets
 
@@ -55,7 +55,7 @@ def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tupl
     fastgen.enable(strict=not exceeds)
     check(model, padded(LENGTHS, "right" if family.encoder_decoder else "left"), decoding)
     assert accelerated() == (not exceeds)
-    # Encoders of which it is not known that they leave padding out of everything run whole.
+    # Encoders that are not known to ignore all padding run whole.
     known = not family.encoder_decoder or way_of(model.get_encoder()) is not None
     assert passes == (GROUPS if known and not exceeds else [])
 
@@ -99,7 +99,7 @@ STAY: dict[str, dict[str, Any]] = {
 
 @both
 @pytest.mark.parametrize("case", ["the other side", "one length", "no mask", "one input", *STAY])
-def test_one_pass_where_groups_do_not_pay_or_are_seen(name: str, case: str, passes: list[tuple[int, int]]) -> None:
+def test_one_pass_if_groups_do_not_pay_or_are_seen(name: str, case: str, passes: list[tuple[int, int]]) -> None:
     side = SIDES[name] if case != "the other side" else {"left": "right", "right": "left"}[SIDES[name]]
     lengths = {"one length": [LONG] * 3, "no mask": [LONG] * 3, "one input": [LONG]}
     inputs = padded(lengths.get(case, LENGTHS), side)
@@ -122,7 +122,7 @@ def test_one_prefill(case: str, passes: list[tuple[int, int]]) -> None:
 
 
 def test_an_encoder_of_another_kind_runs_whole(passes: list[tuple[int, int]]) -> None:
-    """ConvBERT looks at neighbouring positions, padding or not; BERT gives more than its states."""
+    """ConvBERT looks at neighbouring positions, padding or not; BERT returns more than its states."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     sizes |= {"vocab_size": VOCABULARY, "pad_token_id": PAD}
     for kind in ("convbert", "bert"):

@@ -1,4 +1,4 @@
-"""Decoding steps captured in a graph (simulated on the CPU): the same results."""
+"""Decode steps captured in a graph (simulated on the CPU): the same results."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ OPTIONS = {
     "no end": {**BEAMS, "eos_token_id": None},
     "two ends": {**BEAMS, "eos_token_id": [EOS, 11], "length_penalty": -1.0},
     "forced end": {**BEAMS, "forced_eos_token_id": EOS},
+    # The library tests whether `early_stopping` is True itself: nothing else that is equal to it stops early.
+    **{f"early_stopping={stops!r}": {**BEAMS, "early_stopping": stops} for stops in (1, 0, np.True_)},
     "processor of the host": {**BEAMS, "exponential_decay_length_penalty": (6, 1.2), "epsilon_cutoff": 0.0},
 }
-
-
-# What the search does with its options, the model does not know: all of them for one model with an encoder and for one
-# without.
+# The model does not see the options of the search: one model with an encoder and one without have all of them.
 TRIED = [(FAMILIES[place], name) for place in (0, 3) for name in OPTIONS]
 TRIED += [(FAMILIES[place], name) for place in (1, 2) for name in ("greedy", "beams with processors")]
 
 
+@pytest.mark.sampled(4, each=("family", "name"))
 @pytest.mark.parametrize(("family", "name"), TRIED, ids=str)
 def test_same_tokens(family: Family, name: str, device: torch.device, replays: list[None]) -> None:
-    """Twice: with a graph that is captured, and with one that is kept."""
+    """With a graph that is captured, and with one that is kept."""
     model, inputs, options = *build(family, device), OPTIONS[name]
     check(model, inputs, options)
     assert captures() == 1, reasons()
@@ -78,7 +78,7 @@ def test_same_tokens(family: Family, name: str, device: torch.device, replays: l
 
 @every
 def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -> None:
-    """Whatever is in the buffers of the call before: fewer inputs, shorter ones, other limits."""
+    """Whatever an earlier call has left in the buffers: fewer inputs, shorter ones, other limits."""
     model, inputs = build(family, device)
     run(model, inputs, BEAMS)
     made = Graph.made
@@ -93,11 +93,7 @@ def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -
 
 # What is accelerated without a captured step, and what the original code runs.
 NOT_CAPTURED = {"switch", "gpt-neo", "falcon-alibi", "longcat-flash"}
-
-
 NOT_ACCELERATED = {"mpt", "xlnet", "openai-gpt", "llama4", "doge", "rwkv", "recurrent-gemma"}
-
-
 # One for each way in which a model makes positions, masks and K/V. test_programs.py records all models.
 SOME = ("t5", "llama", "prophetnet", "bloom", "gemma2", "opt", "gptj", "gpt-oss", "deepseek-v3", "gpt-bigcode",
         "m2m100", "led", "fsmt", "falcon", "ctrl", *(family.name for family in LATER))  # fmt: skip
@@ -114,7 +110,7 @@ def test_models(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper", "gpt2"])
 @pytest.mark.parametrize("options", [GREEDY, {**BEAMS, "num_return_sequences": 2}], ids=["greedy", "beams"])
 def test_labels_are_not_read(name: str, options: dict[str, Any], device: torch.device, replays: list[None]) -> None:
-    """`Seq2SeqTrainer` hands them on, and the library leaves them out."""
+    """`Seq2SeqTrainer` passes them on, and the library ignores them."""
     model, inputs = build(BY_NAME[name], device)
     for length in (5, 70):
         labels = torch.full((len(next(iter(inputs.values()))), length), EOS, device=device)
@@ -124,23 +120,21 @@ def test_labels_are_not_read(name: str, options: dict[str, Any], device: torch.d
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_a_mask_of_frames(options: dict[str, Any], device: torch.device) -> None:
-    """Whisper counts the frames of a recording by its mask, and attends to all: steps are the same without it."""
+    """Whisper counts the frames of a recording by its mask, and attends to all: its steps are those without a mask."""
     model, inputs = build(BY_NAME["whisper"], device)
-    mask = torch.ones(
-        len(inputs["input_features"]), inputs["input_features"].shape[-1], dtype=torch.long, device=device
-    )
+    mask = torch.ones_like(inputs["input_features"][:, 0], dtype=torch.long)
     mask[0, -6:] = 0
     check(model, {**inputs, "attention_mask": mask}, options)
     made = Graph.made
     check(model, inputs, options)
     assert captures() == 2 and Graph.made == made, reasons()
-    # Of a batch of recordings, the library gives all masks to the windows that are left.
+    # The library passes the masks of all recordings with the windows that are left of a batch.
     check(model, {"input_features": inputs["input_features"][:1], "attention_mask": mask}, options)
     assert captures() == 3, reasons()
 
 
 def test_a_table_that_may_be_too_short(device: torch.device) -> None:
-    """It would be made anew in some step: that is not captured."""
+    """Some step would make it anew, which is not captured."""
     model, inputs = build(BY_NAME["m2m100"], device)
     inputs = {name: value[:, :9] for name, value in inputs.items()}
     for part in (model.model.encoder, model.model.decoder):
@@ -150,20 +144,16 @@ def test_a_table_that_may_be_too_short(device: torch.device) -> None:
     assert ("not permitted" if device.type == "cuda" else "waits for the device") in reason and captures() == 0
 
 
-PROPHETNET = {
-    "beams": {**BEAMS, "no_repeat_ngram_size": 3},
-    "a prompt": {**BEAMS, "decoder_input_ids": torch.tensor([[1, 20, 21], [1, 30, 31], [1, 40, 41]])},
-}
-
-
-@pytest.mark.parametrize("options", PROPHETNET.values(), ids=PROPHETNET)
-def test_prophetnet(options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams with a column of their own, and buckets of distances in buffers longer than what is in them."""
+@pytest.mark.parametrize("has_prompt", [False, True], ids=["beams", "a prompt"])
+def test_prophetnet(has_prompt: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams with a column of their own, and buckets of distances in buffers that are not full."""
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
     model, inputs = build(BY_NAME["prophetnet"], device)
-    options = {**options, "max_new_tokens": 36, "min_new_tokens": 30}  # more than the distance of the last bucket
-    if "decoder_input_ids" in options:
-        options["decoder_input_ids"] = options["decoder_input_ids"].to(device)
+    options = {**BEAMS, "max_new_tokens": 36, "min_new_tokens": 30}  # more than the distance of the last bucket
+    if has_prompt:
+        inputs["decoder_input_ids"] = torch.tensor([[1, 20, 21], [1, 30, 31], [1, 40, 41]], device=device)
+    else:
+        options["no_repeat_ngram_size"] = 3
     for _ in range(2):
         check(model, inputs, options)
     assert captures() == 2, reasons()
@@ -171,7 +161,7 @@ def test_prophetnet(options: dict[str, Any], device: torch.device, monkeypatch: 
 
 @pytest.mark.parametrize("given", ["left", "right", "a target"])
 def test_unilm(given: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step stores two positions and drops one, behind a source that self-attention has stored."""
+    """Each step stores two positions and drops one, after a source that self-attention has stored."""
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     has_target = given == "a target"
     model = tiny_unilm.tiny_model(end=3.0, attn_implementation="eager" if has_target else "sdpa").to(device)
@@ -187,7 +177,7 @@ def test_unilm(given: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 
 
 def test_unilm_up_to_its_last_position(device: torch.device) -> None:
-    """With one more the model says that it has no more, should the search get there."""
+    """With one more, the model raises if the search gets there."""
     model = tiny_unilm.tiny_model(end=-100.0, max_position_embeddings=60).to(device)
     inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 30)))
     check(model, inputs, {"num_beams": 2, "max_new_tokens": 16})
@@ -197,54 +187,37 @@ def test_unilm_up_to_its_last_position(device: torch.device) -> None:
     assert reasons() == {"more positions than the model has": 1}
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_scores_are_of_the_mode_of_the_call(beams: int, device: torch.device) -> None:
-    """In inference mode a criterion gets tensors of that mode, which only code in that mode may write to."""
-    model, inputs = build(BY_NAME["llama"], device)
-    seen = set[bool]()
-
-    def criterion(tokens: torch.Tensor, scores: tuple[torch.Tensor, ...], **others: Any) -> torch.Tensor:
-        seen.add(scores[-1].is_inference())
-        return torch.zeros(len(tokens), dtype=torch.bool, device=device)
-
-    options = {
-        "num_beams": beams,
-        "max_new_tokens": 24,
-        "eos_token_id": None,
-        "output_scores": True,
-        "return_dict_in_generate": True,
-    }
-    for mode in (torch.inference_mode, torch.no_grad):
-        with mode():
-            result = model.generate(**inputs, **options, stopping_criteria=StoppingCriteriaList([criterion]))
-        assert seen == {result.scores[0].is_inference()} == {mode is torch.inference_mode}
-        seen.clear()
-    assert captures(), reasons()
-
-
 @pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_results_are_of_the_mode_of_the_call(beams: int, name: str, device: torch.device) -> None:
-    """All tensors, also of a result that is one."""
+def test_tensors_are_of_the_mode_of_the_call(beams: int, name: str, device: torch.device) -> None:
+    """Those returned, and the scores of a criterion: in inference mode, only code in that mode may write to them."""
     model, inputs = build(BY_NAME[name], device)
     options = {"num_beams": beams, "max_new_tokens": 24, "eos_token_id": None}
     returned = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
 
-    def modes() -> list[tuple[str, bool]]:
-        results = [model.generate(**inputs, **options), dict(model.generate(**inputs, **options, **returned))]
-        cache = results[1].pop(releases.cache_name())
-        layers = (layer for part in caches.layers_in(cache) for layer in part)
-        kept = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
-        found = near_ties.pairs([*results, kept], [*results, kept])
-        return [(place, each.is_inference()) for place, each, _ in found if isinstance(each, torch.Tensor)]
+    def modes() -> tuple[list[tuple[str, bool]], set[bool]]:
+        seen = set[bool]()
+
+        def criterion(tokens: torch.Tensor, scores: tuple[torch.Tensor, ...], **others: Any) -> torch.Tensor:
+            seen.add(scores[-1].is_inference())
+            return torch.zeros(len(tokens), dtype=torch.bool, device=device)
+
+        watched = {**options, **returned, "stopping_criteria": StoppingCriteriaList([criterion])}
+        results = [model.generate(**inputs, **given) for given in (options, {**options, **returned}, watched)]
+        results[1:] = map(dict, results[1:])
+        for result in results[1:]:
+            layers = (layer for part in caches.layers_in(result.pop(releases.cache_name())) for layer in part)
+            result["kept"] = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+        found = near_ties.pairs(results, results)
+        return [(place, each.is_inference()) for place, each, _ in found if isinstance(each, torch.Tensor)], seen
 
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            found = modes()
+            found, seen = modes()
             with fastgen.disabled():
-                assert found == modes()
-        assert dict(found)["result[0]"] == (mode is torch.inference_mode)
-    assert captures(), reasons()
+                assert (found, seen) == modes()
+        assert seen == {dict(found)["result[0]"]} == {mode is torch.inference_mode}
+    assert captures() == 6, reasons()
 
 
 RETURNED = ["bart", "t5", "gpt2", "llama", "prophetnet", "mistral-short-window"]
@@ -252,7 +225,7 @@ RETURNED = ["bart", "t5", "gpt2", "llama", "prophetnet", "mistral-short-window"]
 
 @pytest.mark.parametrize("name", [*RETURNED, "unilm"])
 def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache as the library leaves it, also when the step was exchanged, and when steps ran past the end."""
+    """The cache is as the library leaves it, also if the step was exchanged, or steps ran past the end."""
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     if name == "unilm":
         model = tiny_unilm.tiny_model(end=3.0).to(device)
@@ -264,7 +237,7 @@ def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, mo
         {**BEAMS, "eos_token_id": list(range(11, 31)), "min_new_tokens": 6, "early_stopping": True, "num_beams": 4},
         {**BEAMS, "eos_token_id": None},
     ]
-    if name != "mistral-short-window":  # with one sequence, the library does not read more than the window
+    if name != "mistral-short-window":  # with one sequence, the library reads no more than the window
         calls.append({**GREEDY, "min_new_tokens": 10})
     for options in calls:
         found = check(model, inputs, {**options, "return_dict_in_generate": True})
@@ -289,13 +262,10 @@ def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytes
 def test_experts_are_those_for_steps(
     options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, the library has another implementation for them than for the prefill, which waits for the device."""
+    """On a GPU, the library's implementation for the prefill waits for the device. That for steps does not."""
     model, inputs = build(KNOWN["mixtral"], device)
-    active: list[bool] = [False]
-    seen = set()
-    forward = type(model).forward
-
-    library = type(model)._optimize_model_for_decode
+    active, seen = [False], set()
+    forward, library = type(model).forward, type(model)._optimize_model_for_decode
 
     @contextlib.contextmanager
     def optimize(self: Any) -> Any:
@@ -317,7 +287,7 @@ def test_experts_are_those_for_steps(
 
 
 def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's, interpreted where there is no GPU. The simulated graph does not see them: steps are called there."""
+    """Triton's, interpreted without a GPU. A simulated graph does not see them, so steps are called there."""
     names = ["bart", "t5", "gpt2", "llama"]
     if device.type != "cuda":
         monkeypatch.setattr(graph, "Graph", CalledGraph)
@@ -330,13 +300,13 @@ def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pyte
     for name in names:
         model, _ = build(BY_NAME[name], device)
         few = to(device, BY_NAME[name].make_inputs(1, 3))  # the interpreter is slow
-        check(model, few, {**BEAMS, "num_beams": 2, "max_new_tokens": 4})
+        check(model, few, {**BEAMS, "num_beams": 2, "max_new_tokens": 3})
     assert captures() == len(names), reasons()
     assert set(normalised) == {"t5", "llama"} & set(names)
 
 
 def test_samples_have_the_distribution(device: torch.device) -> None:
-    """Each token as often as its probability says, given what is in front of it."""
+    """Each token is drawn as often as its probability says, given the tokens before it."""
     model, inputs = build(BY_NAME["gpt2"], device)
     one = {name: value[:1] for name, value in inputs.items()}
     count = 600
@@ -345,7 +315,7 @@ def test_samples_have_the_distribution(device: torch.device) -> None:
     found = model.generate(**one, **options)
     assert captures() == 1, reasons()
     width = one["input_ids"].shape[1]
-    # The fourth token: drawn in a replay. Compared over all histories, with the probabilities of each.
+    # The fourth token is drawn in a replay. It is compared with the sum of the probabilities of all histories.
     with torch.no_grad():
         logits = model(found[:, : width + 3]).logits[:, -1]
     logits[:, EOS] = -float("inf")
@@ -371,7 +341,7 @@ def test_samples_follow_the_seed(beams: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "whisper"])
 def test_attention_of_the_models_own(name: str, device: torch.device) -> None:
-    """Spelled out as matrix products, without a mask of the encoder's output: what fills the buffers is left out."""
+    """Spelled out as matrix products, without a mask of the encoder's output: unused places are left out."""
     family = BY_NAME[name]
     model = copy.deepcopy(family.build("eager")).to(device)
     inputs = {key: value.to(device) for key, value in family.make_inputs(length=7, padding=None).items()}
@@ -381,22 +351,11 @@ def test_attention_of_the_models_own(name: str, device: torch.device) -> None:
     assert captures() == 2, reasons()
 
 
-@pytest.mark.parametrize("stops", [1, 0, np.True_], ids=repr)
-def test_early_stopping_that_is_equal_to_true_or_false(stops: Any, device: torch.device) -> None:
-    """The library asks whether the option is True itself: nothing else stops early."""
-    model, inputs = build(BY_NAME["bart"], device)
-    check(model, inputs, {**BEAMS, "max_new_tokens": 12, "early_stopping": stops})
-    assert captures() == 1
-
-
-SAMPLED = {**GREEDY, "do_sample": True}
-
-
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sample", "beams"])
+@pytest.mark.parametrize("options", [GREEDY, {**GREEDY, "do_sample": True}, BEAMS], ids=["greedy", "sample", "beams"])
 def test_a_compiler_that_is_asked_for(
     options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's loops say that they compile nothing, but not that with beams, which never does."""
+    """The library's loops warn that they compile nothing, except beam search, which never compiles."""
     said = list[str]()
     monkeypatch.setattr(utils.logger, "warning_once", said.append)
     model, inputs = build(BY_NAME["llama"], device)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,17 +35,17 @@ def _with_a_masked_input(inputs: Inputs) -> None:
 
 
 def _with_one_row_of_positions(inputs: Inputs) -> None:
-    """Which the model repeats: that of a batch is none of a step's buffers."""
+    """The model repeats it, so a batch has no row of a step's buffer for each input."""
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).to(inputs["input_ids"])[None] + 3
 
 
 class Ends(EosTokenCriteria):
-    """The library looks for the attribute, and pads what has ended then."""
+    """The library looks for its attribute, and then pads ended sequences."""
 
 
 class Case(NamedTuple):
-    """A call whose steps are not captured: what is counted for it, and what makes it so."""
+    """A call whose steps are not captured, and the reason that is counted."""
 
     reason: str
     name: str
@@ -90,17 +91,17 @@ def test_positions_of_each_sequence_are_captured(options: dict[str, Any], device
     assert captures() == 1, reasons()
 
 
-# Beam search has this option no more; and where the padding is token 0, the loop wants the first of the end's tokens.
-REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
-    "low_memory": (ValueError, {"low_memory": True}),
-    "out of bounds": (IndexError, {"eos_token_id": [], "pad_token_id": 0}),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_the_librarys_loop_refuses(message: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("error", "message", "options"),
+    [
+        (ValueError, "low_memory", {"low_memory": True}),
+        # If the padding is token 0, the loop wants the first end token.
+        (IndexError, "out of bounds", {"eos_token_id": [], "pad_token_id": 0}),
+    ],
+    ids=["low_memory", "no end token"],
+)
+def test_what_the_librarys_loop_refuses(error: Any, message: str, options: Any, device: torch.device) -> None:
     """Whether or not a step is captured."""
-    error, options = REFUSED[message]
     with pytest.raises(error, match=message):
         run(*build(BY_NAME["bart"], device), {**BEAMS, **options})
     assert captures() == 0
@@ -133,22 +134,14 @@ def test_a_step_that_cannot_be_captured(
 ) -> None:
     """The library's loop takes over from the prefill, and it is not tried again."""
     model, inputs = build(family, device)
-    tries = []
-
-    def fail(*args: Any) -> None:
-        tries.append(None)
-        raise RuntimeError("planted")
-
-    if which == "capture":
-        monkeypatch.setattr(graph.Graph, "capture", fail)
-    else:
-        monkeypatch.setattr(CapturedPart, "run", fail)
+    fails = Mock(side_effect=RuntimeError("planted"))
+    owner, name = (graph.Graph, "capture") if which == "capture" else (CapturedPart, "run")
+    monkeypatch.setattr(owner, name, fails)
     for _ in range(2):
         check(model, inputs, BEAMS)
     (reason,) = reasons()
     assert "planted" in reason and reasons() == {reason: 2} and captures() == 0
-    assert len(tries) == 1
-    monkeypatch.undo()
+    assert fails.call_count == 1
 
 
 def test_sampling_goes_on_from_the_same_random_state(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,16 +154,16 @@ def test_sampling_goes_on_from_the_same_random_state(device: torch.device, monke
 
 @pytest.mark.usefixtures("tests_are_the_librarys")
 def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not stored with K and V; the NaN in its place are seen in the first step."""
+    """It is not stored with K and V; the first step sees NaN in its place."""
     model, inputs = build(BY_NAME["bart"], device)
-    forward = model.forward
+    forward = type(model).forward
 
-    def reading(*args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
-        outputs = forward(*args, encoder_outputs=encoder_outputs, **kwargs)
+    def reading(self: Any, *args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, encoder_outputs=encoder_outputs, **kwargs)
         outputs.logits = outputs.logits + encoder_outputs[0].mean()
         return outputs
 
-    monkeypatch.setattr(type(model), "forward", lambda self, *args, **kwargs: reading(*args, **kwargs))
+    monkeypatch.setattr(type(model), "forward", reading)
     type(model).forward.__module__ = "transformers.models.bart.modeling_bart"
     run(model, inputs, BEAMS)
     (reason,) = reasons()
@@ -178,7 +171,7 @@ def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatc
 
 
 def test_autocast(device: torch.device) -> None:
-    """It keeps copies of weights, which are gone when it ends."""
+    """It keeps copies of weights until it ends."""
     model, inputs = build(BY_NAME["bart"], device)
     with torch.autocast(device.type, torch.bfloat16):
         run(model, inputs, BEAMS)
@@ -188,15 +181,14 @@ def test_autocast(device: torch.device) -> None:
 
 
 def test_samples_of_what_is_no_probability(device: torch.device) -> None:
-    """The original code says so."""
+    """The original code raises."""
+    if device.type == "cuda":
+        pytest.skip("there, the original code's error ends the process")
     model, inputs = build(BY_NAME["llama"], device)
     with torch.no_grad():
         model.lm_head.weight[7] = torch.nan
-    message = "probability tensor contains either"
-    if device.type == "cuda":
-        pytest.skip("there, the original code's error ends the process")
     for beams in (1, 3):
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match="probability tensor contains either"):
             run(model, inputs, {**NEW, "do_sample": True, "num_beams": beams})
 
 

@@ -1,4 +1,4 @@
-"""Captured steps that are kept for later calls: when they serve again, what they hold, and when they go."""
+"""Captured steps that are kept for later calls: when they serve again, what they hold, and when they are evicted."""
 
 from __future__ import annotations
 
@@ -19,31 +19,25 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
 from tests.equivalence.check import assert_same, check, in_threads, run
 from tests.equivalence.models import BY_NAME
+from tests.noting import noted
 
 
 def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the step has been captured, what the prefill has stored is gone: the step has a copy."""
+    """Once the step is captured, the K and V of the prefill are freed: the step has a copy."""
     held: list[weakref.ref[torch.Tensor]] = []
-    begin, replay = DecodeStep.begin, graph.Graph.replay
-    alive = []
 
-    def recording(step: DecodeStep, prompt: Any, *args: Any, **kwargs: Any) -> None:
+    def hold(step: DecodeStep, prompt: Any, *others: Any, **named: Any) -> None:
         held.extend(weakref.ref(part) for kv in (*prompt.own, *prompt.cross) for part in kv)
-        begin(step, prompt, *args, **kwargs)
 
-    def looking(made: Any) -> None:
-        alive.append(sum(part() is not None for part in held))
-        replay(made)
-
-    monkeypatch.setattr(DecodeStep, "begin", recording)
-    monkeypatch.setattr(graph.Graph, "replay", looking)
+    noted(monkeypatch, DecodeStep, "begin", hold)
+    alive = noted(monkeypatch, graph.Graph, "replay", lambda made: sum(part() is not None for part in held))
     run(*build(BY_NAME["bart"], device), {**BEAMS, "min_new_tokens": 12})
     assert held and alive[0] == len(held)
     assert not any(alive[1:])
 
 
 def test_a_bias_of_scores_that_was_zero(device: torch.device) -> None:
-    """T5 adds one to its mask, which said nothing when the step was captured."""
+    """T5 adds one to its mask. It had no effect when the step was captured."""
     model, inputs = build(BY_NAME["t5"], device)
     bias = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
     options = {**GREEDY, "min_new_tokens": 24}
@@ -53,7 +47,7 @@ def test_a_bias_of_scores_that_was_zero(device: torch.device) -> None:
     assert check(model, inputs, options).tolist() != first and captures() == 2, reasons()
 
 
-def test_numbers_of_another_type_by_default(device: torch.device) -> None:
+def test_another_default_dtype(device: torch.device) -> None:
     model, inputs = build(BY_NAME["llama"], device)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -74,7 +68,7 @@ def test_what_was_refused_does_not_fill_the_memory(device: torch.device, monkeyp
 
 
 def test_what_a_call_returns_of_each_step_counts(device: torch.device) -> None:
-    """The memory of scores is larger than that of the K/V of a small model."""
+    """Scores take more memory than the KV cache of a small model."""
     model, inputs = build(BY_NAME["gpt2"], device)
     check(model, inputs, GREEDY)
     check(model, inputs, {**GREEDY, "output_scores": True, "output_logits": True, "return_dict_in_generate": True})
@@ -97,8 +91,8 @@ def test_steps_that_take_much_memory_are_not_kept(device: torch.device, monkeypa
 
 
 @pytest.mark.usefixtures("tests_are_the_librarys")
-def test_memory_of_kept_steps_is_the_original_codes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that runs out because of them does not end a call."""
+def test_the_original_code_gets_the_memory_of_kept_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call does not fail if memory runs out because of them."""
     model, inputs = build(BY_NAME["gpt2"], device)
     check(model, inputs, BEAMS)
     forward, failed = type(model).forward, []
@@ -148,7 +142,7 @@ def test_threads(device: torch.device) -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), ZeroDivisionError()], ids=repr)
 def test_errors_of_a_call(error: Exception, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on without, and another one may try again. If memory runs out, everything kept is freed."""
+    """It goes on without a step, and another call may try again. If memory runs out, all kept steps are freed."""
     model, inputs = build(BY_NAME["gpt2"], device)
     run(model, inputs, GREEDY)
     with monkeypatch.context() as patch:

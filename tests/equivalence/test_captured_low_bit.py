@@ -30,7 +30,7 @@ from tests.noting import noted
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU too, weights are kept in lines. Those of tiny models count."""
+    """On the CPU, too, weights are packed in rows. Those of tiny models count."""
     if device.type != "cuda":
         monkeypatch.setattr(grouped_linear, "is_for", lambda device: True)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
@@ -38,7 +38,7 @@ def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each low-bit product."""
+    """The number of rows of each low-bit product."""
     return noted(monkeypatch, grouped_linear, "grouped_linear", lambda x, *more: x.numel() // x.shape[-1])
 
 
@@ -90,7 +90,7 @@ def check(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> None:
 @two
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize(("bits", "form"), [(4, "zeros"), (8, "middle")])
-def test_layers_in_few_bits(
+def test_low_bit_layers(
     family: Any, options: dict[str, Any], bits: int, form: str, device: torch.device, rows: list[int], replays: list
 ) -> None:
     model, inputs = build(family, device)
@@ -101,7 +101,7 @@ def test_layers_in_few_bits(
 
 
 def test_models_that_are_moved(device: torch.device, rows: list[int]) -> None:
-    """From the layout of the one kind of device to that of the other, and back; what is tied stays one."""
+    """From the layout of one kind of device to that of the other, and back; tied weights stay one."""
     if device.type != "cuda":
         pytest.skip("needs another device than the CPU")
     model, inputs = build(BY_NAME["llama"], torch.device("cpu"))
@@ -119,7 +119,7 @@ def test_models_that_are_moved(device: torch.device, rows: list[int]) -> None:
 def test_more_rows_than_the_kernel_takes(
     device: torch.device, rows: list[int], monkeypatch: pytest.MonkeyPatch, replays: list[None]
 ) -> None:
-    """The weight is unpacked inside the step."""
+    """The step unpacks the weight."""
     monkeypatch.setattr(grouped_linear, "MAX_ROWS", 0)
     model, inputs = build(BY_NAME["llama"], device)
     make_low_bit(model, 4, "zeros")
@@ -128,13 +128,13 @@ def test_more_rows_than_the_kernel_takes(
 
 
 def rounded(model: Any, bits: int, group_size: int) -> Any:
-    """The model with weights of its linear layers rounded, in floating point."""
+    """The model in floating point with the weights of its linear layers rounded."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
         if type(module) is nn.Linear:
             weight = grouped_linear.rounded(module.weight, bits, group_size)
             every = torch.arange(weight.n, device=module.weight.device)
-            # Not in place: it may be the embedding's, too, which is not rounded.
+            # Not in place: the embedding, which is not rounded, may share it.
             module.weight = nn.Parameter(grouped_linear.rows(weight, every, module.weight.dtype), requires_grad=False)
     return plain
 
@@ -142,7 +142,7 @@ def rounded(model: Any, bits: int, group_size: int) -> Any:
 @two
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_rounded_weights(family: Any, precision: str, device: torch.device, rows: list[int], replays: list) -> None:
-    """`weight_dtype`, with kept weights: a step is used again, and not when a weight has changed."""
+    """`weight_dtype`, with kept weights: a step is used again, unless a weight has changed."""
     model, inputs = build(family, device)
     asked = settings.changed(weight_dtype=precision, weight_group_size=32, packed_weights="keep", strict=True)
 
@@ -174,7 +174,7 @@ def test_rounded_weights_that_are_not_kept(device: torch.device, rows: list[int]
 
 
 def test_with_the_kernels(device: torch.device, kernels: None, rows: list[int], monkeypatch: Any) -> None:
-    """Triton's, interpreted where there is no GPU: steps are called there."""
+    """Triton's, interpreted without a GPU: steps are called there."""
     if device.type != "cuda":
         monkeypatch.setattr(graph, "Graph", CalledGraph)
         monkeypatch.setattr(operators, "is_interpreted", lambda: True)

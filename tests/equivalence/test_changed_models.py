@@ -1,7 +1,7 @@
-"""A model that somebody has changed, and functions that somebody has replaced: never what was so before.
+"""Changed models and replaced functions: the results are never those of before.
 
-test_changed_models_random.py makes each kind of change, and replaces each function. Here is what is counted, kept and
-freed meanwhile.
+test_changed_models_random.py makes each kind of change, and replaces each function. These tests are about what is
+counted, kept and freed meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def llama() -> Any:
 
 
 def _changes(model: Any, inputs: Any, before: Any) -> Any:
-    """Both ways the same, and another result than before."""
+    """Asserts that both ways have one result, which is not that of before."""
     found = check(model, inputs, OPTIONS)
     assert found.tolist() != before.tolist()
     return found
@@ -77,7 +77,7 @@ def test_a_wrapped_function_runs_once_for_each_call(monkeypatch: pytest.MonkeyPa
 
 
 def test_attributes_that_no_code_names_change_nothing(llama: Any) -> None:
-    """A user counts calls, or notes what they like."""
+    """A user may count calls, or keep notes."""
     model, inputs = llama
     for number in range(3):
         model.calls_of_mine = number
@@ -89,7 +89,7 @@ def test_attributes_that_no_code_names_change_nothing(llama: Any) -> None:
 
 
 def test_states_that_a_model_goes_back_to(llama: Any) -> None:
-    """As adapters that are used in turn: the steps of both are kept."""
+    """As adapters that are used alternately: the steps of both are kept."""
     model, inputs = llama
     norm, found, steps = model.model.norm, [], []
     for number in range(4):
@@ -108,48 +108,42 @@ def encoder(monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.skip("programs need the compiled operators")
     monkeypatch.setattr(pays, "PASSES", 2)
     graph_cache.drop_all()
-
     return copy.deepcopy(encoder_models.build("Bert", "SequenceClassification"))
 
 
-def _encode(model: Any, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Of the library, and with FastGen."""
-    given = encoder_models.inputs(lengths)
-    with torch.inference_mode():
-        with fastgen.disabled():
-            expected = model(**given).logits
-        return expected, model(**given).logits
+def _encode(model: Any) -> None:
+    """Asserts that the logits with FastGen are the library's."""
+    found, expected = encoder_models.both(model, encoder_models.inputs([9]))
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
 def test_an_attribute_that_changes_with_each_call_makes_no_recordings(encoder: Any) -> None:
-    """One that code names: the model may be another one each time, so it runs as it is."""
+    """The model's code names it, so the model runs on its own code."""
     layer = encoder.bert.encoder.layer[0].attention.self
     for number in range(24):
         layer.scaling = 0.1 + number / 100
-        expected, found = _encode(encoder, [9])
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        _encode(encoder)
     assert not any(of.steps for of in graph_cache._all())
     assert "the model changes from call to call" in fastgen.stats()[encoder_programs.ENTRY_POINT]["not used"]
 
 
-def test_two_states_in_turn_have_recordings_of_both(encoder: Any) -> None:
+def test_two_alternating_states_have_a_recording_each(encoder: Any) -> None:
     layer = encoder.bert.encoder.layer[0].attention.self
     for number in range(24):
         layer.scaling = (0.3, 3.0)[number % 2]
-        expected, found = _encode(encoder, [9])
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        _encode(encoder)
     assert sum(bool(of.steps) for of in graph_cache._all()) == 2
 
 
 def test_an_attribute_that_counts_calls_keeps_the_recordings(encoder: Any) -> None:
     for number in range(8):
         encoder.calls_of_mine = encoder.bert.calls_of_mine = number
-        _encode(encoder, [9])
+        _encode(encoder)
     assert fastgen.stats()[encoder_programs.ENTRY_POINT]["accelerated"] >= 5
 
 
 def test_functions_that_others_have_wrapped(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy says that it is what it wraps; a mock with a specification does, too."""
+    """A proxy claims to be what it wraps, and so does a mock with a specification."""
     model, inputs = llama
     before = run(model, inputs, OPTIONS)
     for made in (
@@ -164,7 +158,7 @@ def test_functions_that_others_have_wrapped(llama: Any, monkeypatch: pytest.Monk
 
 
 def test_a_loss_that_is_replaced_changes_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As libraries for training do: no step computes one."""
+    """As libraries for training do: no step computes a loss."""
     model, inputs = llama
     monkeypatch.setattr(F, "cross_entropy", functools.wraps(F.cross_entropy)(lambda *args, **kwargs: 2.0))
     check(model, inputs, OPTIONS)
@@ -172,7 +166,7 @@ def test_a_loss_that_is_replaced_changes_nothing(llama: Any, monkeypatch: pytest
 
 
 def test_hooks_of_accelerate(llama: Any) -> None:
-    """One of the user's, which accelerate calls round a forward pass."""
+    """A user's hook, which accelerate calls around a forward pass."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, inputs = llama
 
@@ -203,7 +197,7 @@ def test_a_model_that_its_layer_knows_goes_with_its_user(llama: Any) -> None:
 
 
 def test_a_deleted_layer(llama: Any) -> None:
-    """Pruned by hand, with a configuration that counts it still: a layer of the cache stays empty."""
+    """Pruned by hand, with a configuration that still counts it: a layer of the cache stays empty."""
     model, inputs = llama
     fastgen.reset_stats()
     before = model.generate(**inputs, **OPTIONS)

@@ -36,21 +36,32 @@ SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in ran
 OPTIONS = {**GREEDY, "min_new_tokens": 16, "max_new_tokens": 16}
 
 
-class Around(nn.Module):
-    """A module of the user's around one of the library's."""
+class Wrapper(nn.Module):
+    """A user's module around one of the library's. It passes attributes on, so that what is inside can be changed."""
 
-    def __init__(self, layer: nn.Module, by: float) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.by = layer, by
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _times(self.layer(*args, **kwargs), self.by)
+        self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("layer"), name)
+
+
+class Around(Wrapper):
+    def __init__(self, layer: nn.Module, by: float) -> None:
+        super().__init__(layer)
+        self.by = by
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _times(self.layer(*args, **kwargs), self.by)
+
+
+class Half(Wrapper):
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        return self.layer(x.bfloat16(), *(each.bfloat16() for each in others)).to(x.dtype) * 2.0
 
 
 class Scaled(nn.Module):
@@ -81,9 +92,13 @@ class DispatchMode(TorchDispatchMode):
 
 
 class World:
-    """A model, what has been changed of it, and how it is called."""
+    """A model, its changes, and how it is called."""
 
-    functions: tuple[tuple[Any, str], ...]
+    functions: tuple[tuple[Any, str], ...] = (
+        (F, "scaled_dot_product_attention"),
+        (F, "linear"),
+        (nn.Linear, "forward"),
+    )
 
     def __init__(self, model: Any, rng: random.Random) -> None:
         self.model, self.rng = model, rng
@@ -109,10 +124,8 @@ class World:
 
 class Llama(World):
     functions = (
-        (F, "scaled_dot_product_attention"),
-        (F, "linear"),
+        *World.functions,
         (F, "silu"),
-        (nn.Linear, "forward"),
         (modeling_llama.LlamaRMSNorm, "forward"),
         (modeling_llama.LlamaMLP, "forward"),
         (modeling_llama, "apply_rotary_pos_emb"),
@@ -128,13 +141,7 @@ class Llama(World):
 
 
 class Bert(World):
-    functions = (
-        (F, "scaled_dot_product_attention"),
-        (F, "linear"),
-        (F, "gelu"),
-        (nn.Linear, "forward"),
-        (nn.LayerNorm, "forward"),
-    )
+    functions = (*World.functions, (F, "gelu"), (nn.LayerNorm, "forward"))
 
     def layers(self) -> Any:
         return self.model.bert.encoder.layer
@@ -268,26 +275,11 @@ def _exchanged(world: World) -> None:
 def _type_of_one_layer(world: World) -> bool:
     owner, name = world.holder()
     module = getattr(owner, name)
-    # A forward pass that is a closure goes on with the module itself, and what is inside of a wrapper cannot be set.
+    # A forward pass that is a closure keeps the module itself, and setting an attribute of a wrapper replaces nothing.
     has_closures = any("forward" in vars(part) for part in module.modules())
     if has_closures and isinstance(owner, Around):
         return False
-
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = (module if has_closures else copy.deepcopy(module)).bfloat16()
-
-        def forward(self, x: Tensor, *others: Any) -> Tensor:
-            return self.inside(x.bfloat16(), *(each.bfloat16() for each in others)).to(x.dtype) * 2.0
-
-        def __getattr__(self, name: str) -> Any:  # as wrappers have it, so that what is inside can be changed
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(super().__getattr__("inside"), name)
-
-    setattr(owner, name, Half().eval())
+    setattr(owner, name, Half((module if has_closures else copy.deepcopy(module)).bfloat16()).eval())
     return True
 
 
@@ -310,17 +302,13 @@ CHANGES: list[Callable[[World], object]] = [
 
 
 class Count:
-    """What the sequences were."""
+    """Changes, how many altered the result; sequences, and how many had a captured step."""
 
     changes = altered = sequences = captured = 0
 
 
-def _differ(one: Any, other: Any) -> bool:
-    return one.shape != other.shape or not torch.equal(one, other)
-
-
 def _change(world: World, done: list[str], order: list[Callable[[World], object]]) -> None:
-    """The first one that does something; now and then one besides that alters nothing."""
+    """Makes the first change that does something, and now and then another one that alters nothing."""
     if world.rng.random() < 0.2:
         _uncounted(world)
     done.append(next(change for change in order if change(world) is not False).__name__)
@@ -332,24 +320,24 @@ def _sequence(
     captured: Callable[[], int],
     rounds: list[list[Callable[[World], object]]] | None = None,
 ) -> None:
-    """`call` gives the result, which is the library's: it has compared both."""
+    """`call` returns the library's result, after it has compared both."""
     rng, done = world.rng, []
     try:
-        for _ in range(rng.choice([1, 2, 3])):
+        for _ in range(rng.choice([1, 2, 3] if rounds is None else [1, 2])):
             before = call(world)
         Count.sequences += 1
         Count.captured += captured() > 0
         for number in range(rng.choice([2, 3, 4]) if rounds is None else len(rounds)):
             for _ in range(rng.choice([1, 1, 2]) if rounds is None else 1):
                 _change(world, done, rng.sample(CHANGES, len(CHANGES)) if rounds is None else rounds[number])
-            for _ in range(rng.choice([1, 1, 3])):
+            for _ in range(rng.choice([1, 1, 3] if rounds is None else [1, 2])):
                 with contextlib.ExitStack() as during:
                     for context in world.during:
                         during.enter_context(context())
                     now = call(world)
             world.during.clear()
             Count.changes += 1
-            Count.altered += _differ(before, now)
+            Count.altered += before.shape != now.shape or not torch.equal(before, now)
             before = now
     except BaseException as error:
         error.add_note(f"after {done}") if hasattr(error, "add_note") else None
@@ -369,11 +357,6 @@ def _generate(rng: random.Random, rounds: list[list[Callable[[World], object]]] 
         _sequence(Llama(model, rng), functools.partial(_generated, inputs), captures, rounds)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_generate(seed: int) -> None:
-    _generate(random.Random(seed))
-
-
 def _encoded(world: World) -> Tensor:
     given = encoder_models.inputs(world.__dict__.setdefault("lengths", world.rng.choice([[9], [9, 4, 40]])))
     found, expected = encoder_models.both(world.model, given)
@@ -391,23 +374,27 @@ def passes_are_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pays, "PASSES", 1)
 
 
+whats = pytest.mark.parametrize("what", [_generate, _encode], ids=["generate", "encoder"])
+
+
+@whats
 @pytest.mark.parametrize("seed", SEEDS)
-def test_encoders(seed: int) -> None:
-    _encode(random.Random(seed))
+def test_changes(seed: int, what: Callable[..., None]) -> None:
+    what(random.Random(seed))
 
 
-# What takes something back, or alters what was changed before.
+# Changes that undo or alter earlier ones.
 BACK = [_switched, _restored, _unhooked]
 
 
-@pytest.mark.parametrize("what", [_generate, _encode], ids=["generate", "encoder"])
+@whats
 @pytest.mark.parametrize("change", [each for each in dict.fromkeys(CHANGES) if each not in BACK])
 def test_each_kind_of_change(change: Callable[[World], object], what: Callable[..., None]) -> None:
-    """Then what takes it back, or one more. Where a model has nothing of the kind, an attribute changes."""
+    """Then it is undone, or repeated. If a model has nothing of the kind, an attribute changes."""
     what(random.Random(change.__name__), [[change, _attribute], [*BACK, change, _attribute]])
 
 
-# What a Llama calls, some of it without an effect on its tokens; the last of its functions above it does not.
+# What a Llama calls, some of it without an effect on its tokens. It does not call the last of its functions above.
 REPLACED = [
     *Llama.functions[:-1],
     (torch, "matmul"),
@@ -421,7 +408,7 @@ REPLACED = [
 @pytest.mark.sampled(2, each=("owner",))
 @pytest.mark.parametrize(("owner", "name"), REPLACED)
 def test_each_function(owner: Any, name: str) -> None:
-    """Before anything ran, and once a step is captured: none stands for it. And put back again."""
+    """Replaced before anything ran, and once a step is captured, which then does not serve; and restored again."""
     model, inputs = build(BY_NAME["llama"], CPU)
     world = Llama(model, random.Random(name))
     world.functions = ((owner, name),)
@@ -443,7 +430,7 @@ def _encodings() -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def sequences_are_worth_it() -> Iterator[None]:
-    """Changes alter what the library says, and steps were captured before them: counted in each process."""
+    """Changes alter the library's results, and steps were captured before them: counted in each process."""
     yield
     if Count.sequences >= 32:
         assert Count.altered >= 0.8 * Count.changes, (Count.altered, Count.changes)

@@ -1,4 +1,4 @@
-"""Inputs that are finished leave the batch: the same tokens from fewer rows. They stay where that could be seen."""
+"""Finished inputs leave the batch: the same tokens from fewer rows. They stay if that could be seen."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor
 from transformers.configuration_utils import PreTrainedConfig
 
 import fastgen
 from fastgen.optimizer.transformers.compaction import BatchCompaction
+from tests import near_ties
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.models import BY_NAME, EOS, FAMILIES, FIRST_WORD, LONG, SHORT, Family
 from tests.equivalence.others import made
+from tests.equivalence.speculation import configured, of_its_own
+from tests.equivalence.user_code import Never
 from tests.noting import noted
 
 # Sequences end early and at different steps: several tokens end one.
@@ -31,14 +34,14 @@ DECODINGS = {
     "never": {**BEAM, "early_stopping": "never", "length_penalty": 0.5},
     "beam-sample": {**BEAM_SAMPLE, "early_stopping": True},
 }
-decodings = pytest.mark.parametrize("decoding", DECODINGS.values(), ids=DECODINGS)
+greedy_and_beam = pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
 
 pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(8, each=("family", "decoding"))]
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows the model got in each step of the accelerated call, the prefill left out."""
+    """The number of rows in each step of the accelerated call, without the prefill."""
     found: list[int] = []
     select = BatchCompaction.select
 
@@ -52,12 +55,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-# Of these models, some inputs end before others.
+# Inputs of these models end at different steps.
 LEAVING = ("bart", "t5", "gpt2", "llama")
 MODELS = [(family, LONG) for family in FAMILIES] + [(BY_NAME[name], SHORT) for name in LEAVING]
 
 
-@decodings
+@pytest.mark.parametrize("decoding", DECODINGS.values(), ids=DECODINGS)
 @pytest.mark.parametrize(("family", "length"), MODELS, ids=str)
 def test_inputs_leave(family: Family, length: int, decoding: dict[str, Any], rows: list[int]) -> None:
     if family.exceeds_window(decoding):
@@ -69,7 +72,7 @@ def test_inputs_leave(family: Family, length: int, decoding: dict[str, Any], row
         assert rows[-1] < 9 * max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
 
 
-@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+@greedy_and_beam
 def test_a_few_that_end_together_wait(decoding: dict[str, Any], rows: list[int]) -> None:
     family = BY_NAME["gpt2"]
     check(family.build(), family.make_inputs(batch=16), {**decoding, **ENDS})
@@ -83,24 +86,19 @@ class _Same(LogitsProcessor):
         return scores
 
 
-class _Never(StoppingCriteria):
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
 SEEN = {
     "return_dict": {"return_dict_in_generate": True},
     "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
     "attentions": {"return_dict_in_generate": True, "output_attentions": True, "output_hidden_states": True},
     "processor": {"logits_processor": [_Same()]},
-    "criterion": {"stopping_criteria": [_Never()]},
+    "criterion": {"stopping_criteria": [Never()]},
     "prefix": {"prefix_allowed_tokens_fn": lambda batch, tokens: list(range(150))},
 }
 
 
-@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+@greedy_and_beam
 @pytest.mark.parametrize("option", SEEN)
-def test_all_stay_where_they_are_seen(option: str, decoding: dict[str, Any], rows: list[int]) -> None:
+def test_all_stay_if_they_are_seen(option: str, decoding: dict[str, Any], rows: list[int]) -> None:
     family = BY_NAME["bart"]
     options = {**decoding, **ENDS, **SEEN[option]}
     if "output_attentions" in options:
@@ -109,20 +107,16 @@ def test_all_stay_where_they_are_seen(option: str, decoding: dict[str, Any], row
     assert accelerated() == 1 and rows == []
 
 
-@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
-def test_all_stay_where_nothing_ends(decoding: dict[str, Any], rows: list[int]) -> None:
-    model = BY_NAME["gpt2"].build()
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = None
-    try:
-        check(model, BY_NAME["gpt2"].make_inputs(batch=6), {**decoding, "max_new_tokens": 8})
-    finally:
-        model.generation_config.eos_token_id = before
+@greedy_and_beam
+def test_all_stay_if_nothing_ends(decoding: dict[str, Any], rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = made("gpt2", batch=6)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    check(model, inputs, {**decoding, "max_new_tokens": 8})
     assert rows == []
 
 
 def test_padding_that_is_no_token(rows: list[int]) -> None:
-    """The library gives it to the model, which raises; with beams, those of an input that is finished go on."""
+    """The library gives it to the model, which raises. With beams, those of a finished input go on."""
     family, options = BY_NAME["gpt2"], {**ENDS, "pad_token_id": 10_000}
     with pytest.raises(IndexError, match="out of range"):
         run(family.build(), family.make_inputs(batch=9), options)
@@ -135,9 +129,9 @@ def test_padding_that_is_no_token(rows: list[int]) -> None:
 def test_a_call_copies_no_configuration_that_the_library_does_not(
     captured_step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with an encoder, the library makes a copy for whoever asks for that of the decoder."""
+    """The library copies a configuration with an encoder each time that the decoder's is asked for."""
     asked = noted(monkeypatch, PreTrainedConfig, "get_text_config")
-    model, inputs = BY_NAME["bart"].build(), BY_NAME["bart"].make_inputs(batch=4)
+    model, inputs = made("bart", batch=4)
     fastgen.enable(captured_step=captured_step)
 
     def count() -> int:
@@ -151,34 +145,25 @@ def test_a_call_copies_no_configuration_that_the_library_does_not(
     assert count() == by_the_library
 
 
-@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+@greedy_and_beam
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_all_stay_where_positions_depend_on_the_longest(kind: str, decoding: dict[str, Any], rows: list[int]) -> None:
+def test_all_stay_if_positions_depend_on_the_longest(kind: str, decoding: dict[str, Any], rows: list[int]) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     rope["original_max_position_embeddings"] = 32
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    family = BY_NAME["llama"]
-    model = family.build()
-    config = copy.deepcopy(model.config)
-    config.max_position_embeddings = 32
-    config.rope_parameters = config.rope_scaling = rope
-    changed = type(model)(config).eval()
-    changed.load_state_dict(model.state_dict())
-    changed.generation_config = model.generation_config
-    # Such a model remembers the longest call.
-    with fastgen.disabled():
-        expected = run(copy.deepcopy(changed), family.make_inputs(batch=9), {**decoding, **ENDS})
-    ours = run(copy.deepcopy(changed), family.make_inputs(batch=9), {**decoding, **ENDS})
-    assert expected.tolist() == ours.tolist() and accelerated() == 1 and rows == []
+    model = configured("llama", max_position_embeddings=32, rope_parameters=rope)
+    # A copy for each call: such a model remembers the longest one.
+    near_ties.check(lambda: copy.deepcopy(model).generate(**made("llama", batch=9)[1], **{**decoding, **ENDS}))
+    assert accelerated() == 1 and rows == []
 
 
-def test_all_stay_where_layers_have_one_scale_for_all_rows(rows: list[int]) -> None:
-    family = BY_NAME["llama"]
+def test_all_stay_if_layers_have_one_scale_for_all_rows(rows: list[int]) -> None:
+    model, inputs = made("llama", batch=9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(family.build()), {torch.nn.Linear}).eval()
-    check(model, family.make_inputs(batch=9), ENDS)
+        model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {torch.nn.Linear}).eval()
+    check(model, inputs, ENDS)
     assert rows == []
 
 
@@ -189,11 +174,10 @@ def test_an_input_with_equal_scores_stays() -> None:
     assert compaction._ended.tolist() == [True, True, False, False, False, False]
 
 
-@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+@greedy_and_beam
 def test_an_input_that_gives_no_numbers_leaves_the_others_alone(decoding: dict[str, Any], rows: list[int]) -> None:
-    """A search would take NaN for the best of all hypotheses, and in the place of those that are finished."""
-    family = BY_NAME["llama"]
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(batch=9)
+    """A search would take NaN for the best hypothesis, in place of finished ones."""
+    model, inputs = of_its_own("llama", batch=9)
     with torch.no_grad():
         model.get_input_embeddings().weight[FIRST_WORD] = torch.nan
     ids = inputs["input_ids"]

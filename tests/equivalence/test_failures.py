@@ -1,12 +1,14 @@
-"""An exception inside accelerated code: the call is repeated with the original code, as if nothing had happened."""
+"""An exception in accelerated code: the call is repeated with the original code, as if nothing had happened."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,20 +31,17 @@ pytestmark = pytest.mark.sampled(4)
 
 @pytest.fixture(autouse=True)
 def uncaptured(counted: None) -> None:
-    """A captured step that fails is given up without a word; what is tested here are the steps of every call."""
+    """A captured step that fails is dropped silently. These tests are about hooks."""
     fastgen.enable(captured_step="never")
 
 
 def break_(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
     """Makes the `at`-th call of a method, counted from 1, raise; the others work."""
-    original = vars(owner)[name]
+    original, calls = vars(owner)[name], itertools.count(1)
     function = original.__func__ if isinstance(original, staticmethod) else original
-    calls = 0
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at:
+        if next(calls) == at:
             raise ZeroDivisionError("planted")
         return function(*args, **kwargs)
 
@@ -50,7 +49,7 @@ def break_(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> N
 
 
 def assert_failed_once(record: pytest.WarningsRecorder) -> None:
-    """The failure was reported in all the ways in which it is to be."""
+    """Asserts that one warning and one fallback report the failure."""
     ours = [warning for warning in record if "FastGen" in str(warning.message)]
     assert len(ours) == 1
     assert issubclass(ours[0].category, RuntimeWarning)
@@ -61,7 +60,7 @@ def assert_failed_once(record: pytest.WarningsRecorder) -> None:
 
 
 def assert_repeated(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
-    """A call that fails there gives what the original code gives. `call` is made twice, on objects of its own."""
+    """Asserts that a call that fails there returns the original code's result. `call` makes objects of its own."""
     with fastgen.disabled():
         original = call()
     break_(monkeypatch, owner, name, at)
@@ -84,6 +83,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(8, each=("family", "place", "decoding"))
 @any_decoding
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.replace(" ", "-"))
 @every
@@ -106,7 +106,7 @@ def test_attention_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In strict mode the failure is seen, with its cause."""
+    """The failure, with its cause."""
     fastgen.enable(strict=True)
     break_(monkeypatch, GrowingKV, "extend", 5)
     with pytest.raises(fastgen.FallbackError, match="planted"):
@@ -114,12 +114,8 @@ def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_out_of_memory_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The original code needs more memory still."""
-
-    def full(*args: Any) -> None:
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(GrowingKV, "extend", full)
+    """The original code needs even more memory."""
+    monkeypatch.setattr(GrowingKV, "extend", Mock(side_effect=torch.OutOfMemoryError("planted")))
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         run(BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(), BEAM)
     assert fallbacks() == {}
@@ -133,11 +129,8 @@ def test_out_of_memory_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_streamer_is_not_fed_twice(family: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> list[Any]:
         mine = Listens()
-        run(
-            family.build(),
-            family.make_inputs(batch=1),
-            lambda: {"streamer": mine, "do_sample": True, "min_new_tokens": 9},
-        )
+        options = {"streamer": mine, "do_sample": True, "min_new_tokens": 9}
+        run(family.build(), family.make_inputs(batch=1), lambda: options)
         return mine.heard
 
     assert_repeated(call, monkeypatch, GrowingKV, "extend", at)
@@ -174,7 +167,7 @@ def test_own_encoder_outputs_are_intact(family: Any, monkeypatch: pytest.MonkeyP
 
 
 class Remembers(LogitsProcessor):
-    """Keeps state of all kinds, and makes the scores depend on it."""
+    """Scores depend on its state, which is of all kinds."""
 
     def __init__(self) -> None:
         self.calls, self.seen, self.counts, self.known = 0, [], {}, set()
@@ -200,7 +193,7 @@ class Remembers(LogitsProcessor):
 
 
 class Large(LogitsProcessor):
-    """Holds what cannot be saved, or would cost too much: it is left alone, and the call goes its way."""
+    """Holds what cannot be saved, or is too large to save: the call goes on all the same."""
 
     def __init__(self) -> None:
         self.circle: list[Any] = []
@@ -226,7 +219,7 @@ def test_state_that_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StopsAfter(StoppingCriteria):
-    """Counts its calls, and not the tokens."""
+    """Counts its calls instead of the tokens."""
 
     def __init__(self, calls: int) -> None:
         self.left = calls

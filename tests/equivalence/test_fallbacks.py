@@ -1,11 +1,11 @@
-"""What goes to the original code: the same result, the right reason, and no error that the original does not raise."""
+"""Calls left to the original code: the same result, the right reason, and no error that the original does not raise."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,10 +20,11 @@ from tests.equivalence.check import accelerated, assert_same, cache_with, check,
 from tests.equivalence.models import BY_NAME, EOS, VOCABULARY
 from tests.equivalence.others import LATER, OTHERS
 
-LLAMA, BART, MISTRAL = (BY_NAME[name] for name in ("llama", "bart", "mistral-short-window"))
+LLAMA, MISTRAL = BY_NAME["llama"], BY_NAME["mistral-short-window"]
+ONE_LAYER = dataclasses.replace(LLAMA, config=LLAMA.config | {"num_hidden_layers": 1})  # to compile
 OTHERS_BY_NAME = {family.name: family for family in OTHERS}
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
-# Models that decode from a state which cannot be expanded.
+# Models whose state cannot be expanded.
 WITHOUT_BEAMS = {"rwkv"}
 
 
@@ -34,7 +35,7 @@ WITHOUT_BEAMS = {"rwkv"}
 @pytest.mark.parametrize("decoding", ["beam", "sampling, 4 returned"], ids=["beam", "sample"])
 @pytest.mark.parametrize("family", [*OTHERS, *LATER], ids=str)
 def test_other_models(family: Any, decoding: str) -> None:
-    """The result is the same whether the model is accelerated or not, and the failure path is never taken."""
+    """The result is the same, accelerated or not, and no accelerated call fails."""
     if family.name in WITHOUT_BEAMS:
         decoding = "sampling"
     check(family.build(), family.make_inputs(), {**DECODING[decoding], **SCORES})
@@ -46,7 +47,7 @@ def test_other_models(family: Any, decoding: str) -> None:
 
 
 def _own(method: str, name: str) -> Callable[[], Any]:
-    """The Llama of the grid as an instance of a subclass with a method of its own, which does as the library's."""
+    """The Llama of the grid, in a subclass with a method of its own that does what the library's does."""
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if method == "_reorder_cache":
@@ -80,24 +81,15 @@ def _replace_forward(model: Any) -> None:
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
-def _prefilled(family: Any, rows: int, differing: bool = False) -> DynamicCache:
-    """A cache that holds the first positions of the prompt, one row per sequence."""
-    model, ids = family.build(), family.make_inputs(padding=None)["input_ids"][:, :6].repeat_interleave(rows, 0)
-    if differing:
-        ids = (ids + torch.arange(ids.shape[0]).unsqueeze(1)) % VOCABULARY
-    return cache_with(model, ids)
+def _prefilled(family: Any, rows: int) -> DynamicCache:
+    """A cache of the first positions of the prompt, with rows that differ between the sequences of an input."""
+    ids = family.make_inputs(padding=None)["input_ids"][:, :6].repeat_interleave(rows, 0)
+    return cache_with(family.build(), (ids + torch.arange(len(ids)).unsqueeze(1)) % VOCABULARY)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """A call that falls back.
-
-    Attributes:
-        reason: a part of what `fastgen.stats()` says.
-        build: makes the model.
-        options: makes the options.
-        inputs: makes the inputs.
-    """
+    """A call that falls back: a part of the reason that is counted, and what makes the model, options and inputs."""
 
     reason: str
     build: Callable[[], Any] = LLAMA.build
@@ -132,7 +124,7 @@ CASES = {
     ),
     "cache that differs between beams": Case(
         "differs between the sequences of an input",
-        options=lambda: {**BEAM, **releases.with_cache(_prefilled(LLAMA, 4, differing=True))},
+        options=lambda: {**BEAM, **releases.with_cache(_prefilled(LLAMA, 4))},
         inputs=lambda: LLAMA.make_inputs(padding=None),
     ),
     "longer than the sliding window, no captured step": Case(
@@ -248,7 +240,7 @@ def test_strict_raises_instead(name: str) -> None:
 )
 @pytest.mark.parametrize("options", [BEAM, {**BEAM, "do_sample": True}], ids=["beams", "sampled"])
 def test_no_fallback_with_beams(draft: Callable[[], dict[str, Any]], options: dict[str, Any]) -> None:
-    """The library ignores what drafts then: the call is plain beam search."""
+    """The library ignores the draft then: the call is plain beam search."""
     check(LLAMA.build(), LLAMA.make_inputs(), {**options, **draft()})
     assert (accelerated(), fallbacks()) == (1, {})
 
@@ -258,7 +250,7 @@ def test_no_fallback_with_beams(draft: Callable[[], dict[str, Any]], options: di
 def test_beams_leave_a_draft_unused_with_the_librarys_warnings(
     draft: str, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As often as without FastGen."""
+    """As many as without FastGen."""
     said: list[str] = []
     monkeypatch.setattr(transformers.generation.configuration_utils.logger, "warning", said.append)
     made = {"lookup": lambda: {"prompt_lookup_num_tokens": 3}, "assistant": lambda: {"assistant_model": LLAMA.build()}}
@@ -272,18 +264,18 @@ def test_beams_leave_a_draft_unused_with_the_librarys_warnings(
 
 def test_compiled_model() -> None:
     """`model.compile()`, and a model wrapped by torch.compile (with a backend that compiles nothing)."""
-    compiled, options = copy.deepcopy(LLAMA.build()), {**BEAM, "max_new_tokens": 2}
+    compiled, options = copy.deepcopy(ONE_LAYER.build()), {**BEAM, "max_new_tokens": 2}
     compiled.compile(backend="eager")
-    wrapped = torch.compile(LLAMA.build(), backend="eager")
-    expected = run(LLAMA.build(), LLAMA.make_inputs(), options)
+    wrapped = torch.compile(ONE_LAYER.build(), backend="eager")
+    expected = run(ONE_LAYER.build(), LLAMA.make_inputs(), options)
     for model in (compiled, wrapped):
         assert_same(expected, run(model, LLAMA.make_inputs(), options))
 
 
 @pytest.mark.parametrize("part", ["a layer", "a wrapped layer", "a method"])
 def test_compiled_part(part: str) -> None:
-    """The compiler sees the library's code alone: FastGen's layers and cache would make it warn, or fail."""
-    model = copy.deepcopy(LLAMA.build())
+    """The compiler sees only the library's code: FastGen's layers and cache would make it warn, or fail."""
+    model = copy.deepcopy(ONE_LAYER.build())
     layers, attention = model.model.layers, model.model.layers[0].self_attn
     if part == "a layer":
         layers[0].compile(backend="eager")
@@ -309,10 +301,10 @@ def test_compiled_part(part: str) -> None:
     ids=lambda options: list(options)[-1],
 )
 def test_same_outcome(options: dict[str, Any]) -> None:
-    """Where the original raises an error, for want of a device, a package or a process group, it is the original's."""
+    """Also if the original raises, for want of a device, a package or a process group."""
 
     def call() -> Any:
-        model = copy.deepcopy(LLAMA.build())  # models keep a cache that they have made, even one that is of no use
+        model = copy.deepcopy(LLAMA.build())  # it keeps a cache that it has made, even an unusable one
         try:
             return run(model, LLAMA.make_inputs(), options)
         except Exception as error:
@@ -325,7 +317,6 @@ def test_same_outcome(options: dict[str, Any]) -> None:
 
 
 def test_attention_backend_of_another_kind() -> None:
-    """Attention that is neither eager nor sdpa."""
     model = copy.deepcopy(LLAMA.build())
     original = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
     transformers.AttentionInterface.register("of_the_tests", original)
@@ -338,14 +329,13 @@ def test_attention_backend_of_another_kind() -> None:
 
 
 def test_rows_of_an_input_that_differ() -> None:
-    """A model that expands its inputs in a way of its own."""
+    """The model expands its inputs in its own way."""
     model = copy.deepcopy(LLAMA.build())
 
-    def expand(expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any) -> Any:
-        return input_ids.repeat(expand_size, 1), {
-            key: value.repeat(expand_size, 1) if isinstance(value, torch.Tensor) else value
-            for key, value in kwargs.items()
-        }
+    def expand(expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **named: Any) -> Any:
+        tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+        expanded = {key: value.repeat(expand_size, 1) for key, value in tensors.items()}
+        return input_ids.repeat(expand_size, 1), named | expanded
 
     model._expand_inputs_for_generation = expand
     check(model, LLAMA.make_inputs(), {**SAMPLE, **SCORES})

@@ -1,8 +1,7 @@
-"""Calls that would gain nothing from drafts, or from recording, are plain calls."""
+"""Calls that would gain nothing from drafts, or from recording their steps, are plain calls."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,36 +16,40 @@ from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
 from tests.equivalence.captured import record_from
-from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
+from tests.equivalence.speculation import (
+    GREEDY,
+    KNOWN,
+    LOOKUP,
+    assert_speculates,
+    counts,
+    disturbed,
+    not_used,
+    of_its_own,
+    same,
+)
 
 pytestmark = pytest.mark.usefixtures("speculates_at_once")
-
-
-def not_used() -> dict[str, int]:
-    return fastgen.stats()[ENTRY_POINT]["not used"]
+FEW = {"max_new_tokens": 8, "eos_token_id": None}
+MORE = {"max_new_tokens": 40, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("seconds, speculates", [(1e-9, 1), (1e3, 4)])
 def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: float, speculates: int) -> None:
-    """Where these take less time than a draft and its check even if all is accepted, the first trial is the last."""
+    """If they take less time than a draft and its verify even when all is accepted, the first trial is the last."""
     monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: seconds)
     monkeypatch.setattr(draft_length, "MOST_CALLS", 63)
-    family = KNOWN["llama"]
-    model = copy.deepcopy(family.build())
+    model, inputs = of_its_own("llama", 2)
     fastgen.enable(self_speculation="int8")
     for _ in range(4):
-        same(model, family.make_inputs(2), {**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
+        same(model, inputs, MORE)
     assert counts()["accelerated"] == speculates
     if speculates < 4:
         assert not_used() == {"drafts have gained nothing in the calls before": 4 - speculates}
 
 
-FEW = {**GREEDY, "max_new_tokens": 8, "eos_token_id": None}
-
-
-@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 4}, {}], ids=["lookup", "self-draft"])
+@pytest.mark.parametrize("draft", [LOOKUP, {}], ids=["lookup", "self-draft"])
 def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: dict[str, int]) -> None:
-    """Where a draft that is not accepted would take too much of it; after many of them, times are measured again."""
+    """A draft that is not accepted would take too much of its time. After many such calls, times are measured again."""
     monkeypatch.setattr(decoding, "MOST_CALLS", 2)
     asked = []
 
@@ -56,8 +59,7 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
 
     monkeypatch.setattr(decoding, "can_begin", can_begin)
     monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 1.0)
-    family = KNOWN["llama"]
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
+    model, inputs = of_its_own("llama", 2)
     same(model, inputs, FEW)  # a plain step
     if not draft:
         fastgen.enable(self_speculation="int8")
@@ -74,28 +76,24 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
 
 
 def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    """Without drafts, none would be recorded yet. A streamer makes no difference."""
+    """Without drafts, no step would be recorded yet. A streamer makes no difference."""
     monkeypatch.setattr(decoding, "can_begin", lambda *_: False)
     monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 1.0)
-    family = KNOWN["llama"]
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)
-    lookup = {"prompt_lookup_num_tokens": 4}
+    model, inputs = of_its_own("llama", 1)
     for _ in range(2):
-        same(model, inputs, FEW, **lookup)
+        same(model, inputs, FEW, **LOOKUP)
     assert_speculates(2)  # there is no plain step
     same(model, inputs, FEW)
-    same(model, inputs, FEW, **lookup)
-    assert counts()["accelerated"] == 2
-    model.generate(**inputs, **FEW, **lookup, streamer=transformers.TextStreamer(tokenizer))
+    same(model, inputs, FEW, **LOOKUP)
+    model.generate(**inputs, **GREEDY | FEW, **LOOKUP, streamer=transformers.TextStreamer(tokenizer))
     assert counts()["accelerated"] == 2
     fastgen.enable(captured_step="always")
-    same(model, family.make_inputs(2), FEW, **lookup)
-    same(model, family.make_inputs(2), FEW, **lookup)
+    for _ in range(2):
+        same(model, KNOWN["llama"].make_inputs(2), FEW, **LOOKUP)
     assert counts()["accelerated"] == 3
 
 
-def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To calls with a draft, from the calls without one."""
+def test_calls_with_a_draft_know_what_a_plain_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     seconds = decoding.seconds_of_step
 
@@ -104,26 +102,24 @@ def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPa
         return found[-1]
 
     monkeypatch.setattr(decoding, "seconds_of_step", look)
-    family = KNOWN["gpt2"]
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
-    for draft in ({"prompt_lookup_num_tokens": 4}, {}, {"prompt_lookup_num_tokens": 4}):
-        same(model, inputs, GREEDY, **draft)
+    model, inputs = of_its_own("gpt2", 2)
+    for draft in (LOOKUP, {}, LOOKUP):
+        same(model, inputs, {}, **draft)
     assert_speculates(2)
     assert found[0] is None
     assert 0 < found[1] < 60
 
 
-def test_until_a_step_with_drafts_pays_calls_have_that_of_plain_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latter is recorded after half as many tokens, whether or not calls ask for drafts."""
+def test_until_a_step_with_drafts_pays_calls_have_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recorded after half as many tokens, whether or not calls ask for drafts."""
     monkeypatch.setattr(pays, "MANY", 1)
     record_from(monkeypatch, 80)
     monkeypatch.setattr(pays, "ASKED_FOR", 100)
     fastgen.enable(self_speculation="int8", captured_step="auto")
-    family = KNOWN["llama"]
-    model, steps = copy.deepcopy(family.build()), []
+    (model, inputs), steps = of_its_own("llama", 2), []
     for _ in range(5):
         fastgen.reset_stats()
-        same(model, family.make_inputs(2), {**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
+        same(model, inputs, MORE)
         captured, drafted = (fastgen.stats().get(name, {}) for name in (CAPTURED, ENTRY_POINT))
         steps.append((captured.get("accelerated", 0), drafted.get("accelerated", 0)))
     assert steps == [(0, 0), (0, 0), (1, 0), (1, 0), (1, 1)]
@@ -131,14 +127,13 @@ def test_until_a_step_with_drafts_pays_calls_have_that_of_plain_calls(monkeypatc
 
 @pytest.mark.parametrize("draft", ["lookup", "assistant"])
 def test_steps_of_short_calls_are_recorded_when_they_pay(monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
-    """Though the call asks for a draft; those of a long one at once."""
+    """Although the call asks for a draft. The step of a long call is recorded at once."""
     record_from(monkeypatch, 100)
     for kind in (LookupDraft, AssistantDraft):
         monkeypatch.setattr(kind, "recorded_at_once_from", 60)
-    family = KNOWN["llama"]
-    model = copy.deepcopy(family.build())
-    asked = {"prompt_lookup_num_tokens": 4} if draft == "lookup" else {"assistant_model": disturbed(model, 0.0)}
+    model, inputs = of_its_own("llama", 1)
+    asked = LOOKUP if draft == "lookup" else {"assistant_model": disturbed(model, 0.0)}
     for calls, length in ((0, 24), (1, 60), (1, 24), (1, 24), (1, 24), (2, 24)):
-        same(model, family.make_inputs(1), {**GREEDY, "max_new_tokens": length, "eos_token_id": None}, **asked)
+        same(model, inputs, {"max_new_tokens": length, "eos_token_id": None}, **asked)
         assert counts()["accelerated"] == calls
     assert [*not_used()] == ["too few steps so far to pay for recording one, on the CPU"]

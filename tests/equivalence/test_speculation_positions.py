@@ -1,8 +1,7 @@
-"""Speculative decoding: what is done at each position is done as often, in the order and with the content of before."""
+"""Speculative decoding does the work of each position as often, in the same order and with the same content."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -18,7 +17,18 @@ from tests import near_ties
 from tests.equivalence.captured import fail_at
 from tests.equivalence.models import SHORT
 from tests.equivalence.others import made
-from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, draft_of, same, speculates
+from tests.equivalence.speculation import (
+    GREEDY,
+    KNOWN,
+    LOOKUP,
+    all_speculate,
+    assert_speculates,
+    counts,
+    draft_of,
+    not_used,
+    same,
+    speculates,
+)
 from tests.equivalence.user_code import Listens
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(4)]
@@ -26,7 +36,7 @@ RETURNS = {"return_dict_in_generate": True, "output_scores": True, "output_logit
 
 
 class Ends(StoppingCriteria):
-    """Ends sequences at tokens that it is told, and notes what it sees."""
+    """Ends sequences at these tokens, and all of them at a length; keeps what it sees."""
 
     def __init__(self, tokens: tuple[int, ...], all_at: int = 10**6) -> None:
         self.tokens, self.all_at, self.seen = torch.tensor(tokens), all_at, []
@@ -38,15 +48,14 @@ class Ends(StoppingCriteria):
 
 @pytest.mark.parametrize("name, draft", [("llama", "int8"), ("llama", "assistant"), ("bart", "lookup"), ("t5", "int8")])
 def test_returned_scores(name: str, draft: str) -> None:
-    """Also with processors, which is where scores and logits differ."""
-    family = KNOWN[name]
-    model = family.build()
+    """Also with processors, where scores and logits differ."""
+    model = KNOWN[name].build()
     asked = draft_of(draft, model)
     for options in ({**RETURNS, "repetition_penalty": 1.3}, {**RETURNS, "output_logits": False}):
         for batch in (1, 3):
-            # Rows that end one by one go on in the library, as what is returned shows.
+            # The library returns scores of rows that have ended, too.
             eos = {} if batch == 1 else {"eos_token_id": None}
-            same(model, family.make_inputs(batch), {**GREEDY, **options, **eos}, **asked)
+            same(model, KNOWN[name].make_inputs(batch), {**options, **eos}, **asked)
     assert_speculates(4)
 
 
@@ -55,34 +64,34 @@ def test_returned_scores(name: str, draft: str) -> None:
 def test_streamer(name: str, batch: int) -> None:
     model, inputs = made(name, batch)
     fastgen.enable(self_speculation="int8")
-    seen = []
-    for run in range(3):
+
+    def call() -> Any:
         watcher = Listens()
-        with fastgen.disabled() if run == 0 else contextlib.nullcontext():
-            result = model.generate(**inputs, **GREEDY, streamer=watcher)
-        seen.append((watcher.heard, result.tolist()))
-    assert seen[1] == seen[0] and seen[2] == seen[0]
+        return model.generate(**inputs, **GREEDY, streamer=watcher), watcher.heard
+
+    for _ in range(2):
+        near_ties.check(call)
     assert_speculates(2)
 
 
 @pytest.mark.parametrize("user", ["streamer", "criterion"])
 def test_the_users_code_gets_what_the_librarys_drafts_give_it(user: str) -> None:
-    """All tokens that a check has accepted at once; FastGen's drafts are others, so the library's run."""
+    """All tokens that a verify has accepted, at once. FastGen's drafts differ, so the library drafts."""
     model, inputs = made("llama", 1)
-    inputs = {name: value.repeat(1, 3) for name, value in inputs.items()}  # which a lookup finds something in
-    seen = []
-    for run in range(3):
+    inputs = {name: value.repeat(1, 3) for name, value in inputs.items()}  # so that a lookup finds something
+
+    def call() -> Any:
         watcher, ends = Listens(), Ends(tuple(range(40, 60)))
         given = {"streamer": watcher} if user == "streamer" else {"stopping_criteria": StoppingCriteriaList([ends])}
-        with fastgen.disabled() if run == 0 else contextlib.nullcontext():
-            result = model.generate(**inputs, **GREEDY, **given, prompt_lookup_num_tokens=4)
-        seen.append((watcher.heard, ends.seen, result.tolist()))
-    assert seen[1] == seen[0] and seen[2] == seen[0]
+        return model.generate(**inputs, **GREEDY, **given, **LOOKUP), watcher.heard, ends.seen
+
+    for _ in range(2):
+        near_ties.check(call)
     assert counts()["accelerated"] == 0
 
 
 def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check fails when some tokens have been put; plain steps go on, and the library's loop if they fail, too."""
+    """A verify fails after some tokens. Plain steps go on; if they fail, too, the library's loop does."""
     model, inputs = made("llama", 1)
     plain = Listens()
     with fastgen.disabled():
@@ -105,7 +114,7 @@ def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             model.generate(**inputs, **GREEDY, streamer=watcher)
         assert calls[-1] > 4 and (plain_after is None or len(steps) == plain_after)
         assert watcher.heard == plain.heard
-    assert counts()["not used"] == {"RuntimeError: planted": 3}
+    assert not_used() == {"RuntimeError: planted": 3}
 
 
 def test_what_a_streamer_raises_is_passed_on() -> None:
@@ -115,11 +124,11 @@ def test_what_a_streamer_raises_is_passed_on() -> None:
             if len(self.heard) == 6:
                 raise ZeroDivisionError
 
-    family = KNOWN["llama"]
+    model, inputs = made("llama", 1)
     fastgen.enable(self_speculation="int8")
     watcher = Fails()
     with pytest.raises(ZeroDivisionError):
-        family.build().generate(**family.make_inputs(1), **GREEDY, streamer=watcher)
+        model.generate(**inputs, **GREEDY, streamer=watcher)
     assert len(watcher.heard) == 6
 
 
@@ -135,7 +144,7 @@ def test_stop_strings(name: str, batch: int, draft: str, tokenizer: Any) -> None
 @pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_criteria(name: str, batch: int, options: dict[str, Any]) -> None:
-    """Called once for each position, with the sequences of all rows up to there, filled up behind their ends."""
+    """Called once for each position, with the sequences of all rows up to there, padded after their ends."""
     model, inputs = made(name, batch)
     with fastgen.disabled():
         said = model.generate(**inputs, **GREEDY)
@@ -143,30 +152,27 @@ def test_criteria(name: str, batch: int, options: dict[str, Any]) -> None:
     some = tuple(said[:, -GREEDY["max_new_tokens"] // 2].tolist())
     fastgen.enable(self_speculation="int8")
     for criterion in (Ends(some), Ends(some[:1], length - 4)):
-        seen = []
-        same(model, inputs, {**GREEDY, **options, "stopping_criteria": StoppingCriteriaList([copy.copy(criterion)])})
-        for run in range(2):
+
+        def call(criterion: Ends = criterion) -> Any:
             own = copy.deepcopy(criterion)
-            with fastgen.disabled() if run == 0 else contextlib.nullcontext():
-                result = model.generate(**inputs, **{**GREEDY, **options}, stopping_criteria=[own])
-            seen.append((getattr(result, "sequences", result).tolist(), own.seen))
-        assert seen[0] == seen[1]
+            return model.generate(**inputs, **{**GREEDY, **options}, stopping_criteria=[own]), own.seen
+
+        for _ in range(2):
+            near_ties.check(call)
     assert_speculates(4)
 
 
 def test_max_time() -> None:
-    family = KNOWN["llama"]
+    model, inputs = made("llama", 3, SHORT)
     fastgen.enable(self_speculation="int8")
-    same(family.build(), family.make_inputs(3), {**GREEDY, "max_time": 60.0})
-    same(family.build(), family.make_inputs(1), {**GREEDY, "max_time": 60.0}, prompt_lookup_num_tokens=3)
+    same(model, inputs, {"max_time": 60.0})
+    same(*made("llama", 1), {"max_time": 60.0}, prompt_lookup_num_tokens=3)
     assert_speculates(2)
-    result = family.build().generate(**family.make_inputs(3, SHORT), **GREEDY, max_time=0.0)
-    assert result.shape[1] == SHORT + 1
+    assert model.generate(**inputs, **GREEDY, max_time=0.0).shape[1] == SHORT + 1
 
 
 def test_a_criterion_and_a_buffer_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that has been cut stays inside the buffers."""
-
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
     monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
     model, inputs = made("llama", 4)
@@ -174,15 +180,13 @@ def test_a_criterion_and_a_buffer_that_grows(monkeypatch: pytest.MonkeyPatch) ->
     with fastgen.disabled():
         said = model.generate(**inputs, **options)[:, -45:-43]
     fastgen.enable(self_speculation="int8")
-    for _ in range(2):
-        same(model, inputs, {**options, "stopping_criteria": StoppingCriteriaList([Ends(tuple(said[0].tolist()))])})
-    assert_speculates(2)
+    criteria = StoppingCriteriaList([Ends(tuple(said[0].tolist()))])
+    all_speculate(model, inputs, {**options, "stopping_criteria": criteria})
 
 
 def test_what_a_row_has_stored_before_it_was_cut_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call has to clear it. Here one row is far ahead of the other when a criterion ends both."""
-    family = KNOWN["llama"]
-    model, inputs, length = family.build(), family.make_inputs(2), 60
+    (model, inputs), length = made("llama", 2), 60
     options = {**GREEDY, "max_new_tokens": length, "eos_token_id": None}
     with fastgen.disabled():
         said = model.generate(**inputs, **options)[0, -length:].tolist()
@@ -201,7 +205,7 @@ def test_what_a_row_has_stored_before_it_was_cut_is_known(monkeypatch: pytest.Mo
 
 
 def test_sampling_with_criteria_and_scores() -> None:
-    """The scores are those that the tokens were drawn by."""
+    """The tokens were drawn by these scores."""
     model, inputs = made("llama", 1)
     fastgen.enable(self_speculation="int8")
     torch.manual_seed(1)

@@ -1,8 +1,7 @@
-"""What drafts need is made little by little, in calls that are plain ones meanwhile, with the same tokens."""
+"""Plain calls prepare what drafts need little by little, with the same tokens."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,19 +16,17 @@ from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding
-from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import LONG, SHORT
-from tests.equivalence.speculation import GREEDY, KNOWN, counts, same
+from tests.equivalence.speculation import GREEDY, KNOWN, counts, not_used, of_its_own, same
 
 OPTIONS: dict[str, Any] = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
-LITTLE_BY_LITTLE = "what drafts need is made little by little, in calls without them"
 
 
 @pytest.fixture(autouse=True)
 def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain steps are recorded in the third call of 40 tokens; from the fifth on, each makes one thing for drafts."""
+    """Plain steps are recorded in the third call of 40 tokens; from the fifth on, each call prepares one thing."""
     monkeypatch.setattr(pays, "MANY", 1)
     record_from(monkeypatch, 80)
     monkeypatch.setattr(pays, "ASKED_FOR", 100)
@@ -40,7 +37,7 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
 
 
 def parts(model: Any) -> set[int]:
-    """What has been recorded of the step with drafts."""
+    """The recorded parts of the step with drafts."""
     steps = [step for step in graph_cache._models[model].steps.values() if step.drafting is not None]
     return {number for step in steps for number, part in step.parts.by_number.items() if part.is_captured}
 
@@ -48,11 +45,10 @@ def parts(model: Any) -> set[int]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
 def test_each_call_makes_one_thing(name: str) -> None:
-    family = KNOWN[name]
-    model, found, drafts = copy.deepcopy(family.build()), [], []
+    (model, _), found, drafts = of_its_own(name), [], []
     for call in range(10):
         fastgen.reset_stats()
-        same(model, family.make_inputs(2, (LONG, SHORT)[call % 2] if name == "llama" else LONG), OPTIONS)
+        same(model, KNOWN[name].make_inputs(2, (LONG, SHORT)[call % 2] if name == "llama" else LONG), OPTIONS)
         found.append(parts(model) if model in graph_cache._models else set())
         drafts.append(counts()["accelerated"])
         assert fastgen.stats().get(CAPTURED, {}).get("accelerated", 0) == (call > 1)
@@ -64,9 +60,8 @@ def test_each_call_makes_one_thing(name: str) -> None:
 
 
 def test_samples_are_those_of_plain_calls_meanwhile() -> None:
-    """What is drawn while something is recorded counts for nothing."""
-    family = KNOWN["llama"]
-    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
+    """Draws of a recording do not advance the random state."""
+    model, inputs = of_its_own("llama", 2)
     options = {**OPTIONS, "do_sample": True}
 
     def run(setting: str) -> Any:
@@ -82,51 +77,40 @@ def test_samples_are_those_of_plain_calls_meanwhile() -> None:
     assert parts(model) == {0, 4}
 
 
-def test_weights_are_not_copied_where_checks_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_copied_if_a_verify_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "LEAST_GAIN", 1.0)
     monkeypatch.setattr(draft_length, "MOST_CALLS", 3)
-    family = KNOWN["llama"]
-    model = copy.deepcopy(family.build())
+    model, inputs = of_its_own("llama", 2)
     for _ in range(9):
-        same(model, family.make_inputs(2), OPTIONS)
+        same(model, inputs, OPTIONS)
     weights = DraftWeights.of(model, LINEAR_LAYERS, "int8", 64)
     assert parts(model) == {4} and not weights._overrides
-    reasons = fastgen.stats()[ENTRY_POINT]["not used"]
-    assert reasons["drafts would gain nothing"] == 2
-    assert reasons["drafts have gained nothing in the calls before"] == 3
+    assert not_used()["drafts would gain nothing"] == 2
+    assert not_used()["drafts have gained nothing in the calls before"] == 3
 
 
 def test_calls_of_a_few_tokens_are_plain() -> None:
     """They are too short to say what a step takes."""
-    family = KNOWN["llama"]
-    model = copy.deepcopy(family.build())
+    model, inputs = of_its_own("llama", 2)
     for _ in range(25):
-        same(model, family.make_inputs(2), {**OPTIONS, "max_new_tokens": 9})
+        same(model, inputs, {**OPTIONS, "max_new_tokens": 9})
     assert fastgen.stats()[CAPTURED]["accelerated"] > 10
     assert counts()["accelerated"] == 0 and not parts(model)
-    assert LITTLE_BY_LITTLE in fastgen.stats()[ENTRY_POINT]["not used"]
+    assert "what drafts need is made little by little, in calls without them" in not_used()
 
 
 @pytest.mark.parametrize("captured_step, drafted", [("always", 1), ("auto", 0)])
-def test_where_steps_are_always_recorded_the_first_call_drafts(captured_step: Any, drafted: int) -> None:
+def test_the_first_call_drafts_if_steps_are_always_recorded(captured_step: Any, drafted: int) -> None:
     fastgen.enable(captured_step=captured_step)
-    family = KNOWN["llama"]
-    same(copy.deepcopy(family.build()), family.make_inputs(2), OPTIONS)
+    same(*of_its_own("llama", 2), OPTIONS)
     assert counts()["accelerated"] == drafted
-
-
-# ---- copies of weights
 
 
 def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is a plain one, and nothing is allocated."""
-    cache.drop_all()  # those of other models would go for it
+    cache.drop_all()  # copies for other models would be evicted for it
     monkeypatch.setattr(memory, "free_host_memory", lambda: 1000)
     fastgen.enable(captured_step="always")
-    family = KNOWN["llama"]
-    model = copy.deepcopy(family.build())
-    same(model, family.make_inputs(2), OPTIONS)
+    same(*of_its_own("llama", 2), OPTIONS)
     assert counts()["accelerated"] == 0
-    assert fastgen.stats()[ENTRY_POINT]["not used"] == {
-        "too little memory is free for low-bit copies of the weights": 1
-    }
+    assert not_used() == {"too little memory is free for low-bit copies of the weights": 1}

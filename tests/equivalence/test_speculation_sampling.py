@@ -1,4 +1,4 @@
-"""The distribution of what is sampled with a draft, from `generate` to the tokens, against the exact one.
+"""The distribution of the tokens that `generate` samples with a draft, against the exact one.
 
 A vocabulary of a few tokens has few continuations, whose probabilities the original code gives. Many draws are the rows
 of one call.
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pyte
 VOCABULARY, TOKENS = 5, 3
 DRAWS, ROWS = 10_000, 5_000
 SIGNIFICANT = 0.001
-PROMPT = [4, 0, 4, 2, 2, 3]  # what the model says now and then
+PROMPT = [4, 0, 4, 2, 2, 3]  # which the model repeats now and then
 PLAIN: dict[str, Any] = {"top_k": 0}
 # Most of these ban and change other tokens at each position.
 PROCESSORS: dict[str, Any] = {
@@ -54,11 +54,14 @@ def model() -> Any:
     return made
 
 
-def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
-    """[continuations], in the order of counting: their probabilities, by the original code.
+def drawn_of(model: Any, prompts: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
+    given = {"attention_mask": torch.ones_like(prompts), "do_sample": True, "max_new_tokens": tokens}
+    with torch.no_grad():
+        return model.generate(prompts, **given, **options)
 
-    Behind `eos_token_id` there is nothing but padding, 0.
-    """
+
+def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
+    """[continuations], counted up: their probabilities by the original code. Padding, 0, follows `eos_token_id`."""
     found = torch.ones(1, dtype=torch.float64)
     eos = options.get("eos_token_id")
     options = {name: value for name, value in options.items() if name != "eos_token_id"}
@@ -66,11 +69,8 @@ def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
         words = itertools.product(range(VOCABULARY), repeat=length)
         prefixes = torch.tensor([[*PROMPT, *tokens] for tokens in words])
         with fastgen.disabled():
-            scores = model.generate(
-                prefixes, attention_mask=torch.ones_like(prefixes), do_sample=True, max_new_tokens=1,
-                return_dict_in_generate=True, output_scores=True, **options,
-            ).scores[0]  # fmt: skip
-        following = torch.softmax(scores.double(), dim=-1)
+            returned = drawn_of(model, prefixes, 1, return_dict_in_generate=True, output_scores=True, **options)
+        following = torch.softmax(returned.scores[0].double(), dim=-1)
         has_ended = (prefixes[:, len(PROMPT) :] == eos).any(dim=1) if eos is not None else []
         following[has_ended] = torch.eye(VOCABULARY, dtype=torch.float64)[0]
         found = (found.unsqueeze(1) * following).flatten()
@@ -78,21 +78,14 @@ def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
 
 
 def frequencies(model: Any, method: str, options: dict[str, Any]) -> torch.Tensor:
-    """[continuations]: how often each came out."""
+    """[continuations]: how often each was drawn."""
     asked = draft_of(method, model, spread=0.3)
     powers = VOCABULARY ** torch.arange(TOKENS - 1, -1, -1)
     found = torch.zeros(VOCABULARY**TOKENS, dtype=torch.int64)
     torch.manual_seed(0)
     prompts = torch.tensor([PROMPT]).expand(ROWS, -1).contiguous()
     for _ in range(DRAWS // ROWS):
-        drawn = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            max_new_tokens=TOKENS + 1,
-            **options,
-            **asked,
-        )
+        drawn = drawn_of(model, prompts, TOKENS + 1, **options, **asked)
         new = torch.nn.functional.pad(drawn, (0, TOKENS))[:, len(PROMPT) : len(PROMPT) + TOKENS]
         found += torch.bincount((new * powers).sum(1), minlength=len(found))
     assert_speculates(DRAWS // ROWS)
@@ -101,11 +94,11 @@ def frequencies(model: Any, method: str, options: dict[str, Any]) -> torch.Tenso
 
 
 def chi_square(observed: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """How probable counts are that are as far or farther from what is expected (Pearson). 0 for what cannot be."""
+    """How probable counts at least as far from the expected ones are (Pearson). 0 if some are impossible."""
     expected = probabilities * observed.sum()
     if (observed[probabilities == 0] > 0).any():
         return 0.0
-    # Cells of which less than five are expected are one.
+    # Cells with less than five expected draws become one.
     rare = expected < 5
     observed = torch.cat([observed[~rare].double(), observed[rare].sum().double().view(1)])
     expected = torch.cat([expected[~rare], expected[rare].sum().view(1)])
@@ -116,7 +109,7 @@ def chi_square(observed: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 def probability(model: Any, method: str, options: dict[str, Any]) -> float:
-    """The smaller one of continuations of two and of three tokens."""
+    """The smaller probability, of continuations of two and of three tokens."""
     found, wanted = frequencies(model, method, options), exact(model, options)
     shorter = found.view(-1, VOCABULARY).sum(1), wanted.view(-1, VOCABULARY).sum(1)
     return min(chi_square(found, wanted), chi_square(*shorter))
@@ -125,7 +118,7 @@ def probability(model: Any, method: str, options: dict[str, Any]) -> float:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method, options", [*((method, PROCESSORS) for method in DRAFTS), ("int4", PLAIN)])
 def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
-    if method == "lookup":  # which drafts what is there already
+    if method == "lookup":  # which drafts repeated n-grams
         options = {name: value for name, value in options.items() if name != "no_repeat_ngram_size"}
     assert probability(model, method, options) > SIGNIFICANT
 
@@ -134,7 +127,7 @@ def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", ["int8", "lookup"])
 @pytest.mark.parametrize("leave", [True, False])
 def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leave the batch, once half of them have. The first token ends every other row."""
+    """And leave the batch, once half of them have ended. The first token ends every other row."""
     sizes = [2**power for power in range(13)]
     monkeypatch.setattr(batch_compaction, "BATCHES", sizes)
     monkeypatch.setattr(batch_compaction, "pays", lambda *_: leave)
@@ -144,13 +137,10 @@ def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monke
 
 
 def test_nothing_can_be_drawn_behind_a_token_that_is_not_accepted(model: Any) -> None:
-    """A token of the draft is banned, and behind it all are: plain generation never gets there."""
+    """A token of the draft is banned, and all tokens are banned after it: plain generation never gets there."""
     prompts = torch.tensor([[0, 2, 1, 2, 3, 2, 4, 2, 0]]).expand(50, -1).contiguous()
     banned = [[2], *([2, token] for token in range(VOCABULARY))]
-    drawn = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=TOKENS + 1, top_k=0,
-        bad_words_ids=banned, prompt_lookup_num_tokens=4,
-    )  # fmt: skip
+    drawn = drawn_of(model, prompts, TOKENS + 1, top_k=0, bad_words_ids=banned, prompt_lookup_num_tokens=4)
     assert_speculates(1)
     assert counts()["drafted"] > 0
     assert not (drawn[:, prompts.shape[1] :] == 2).any()
@@ -164,30 +154,20 @@ def test_the_library_draws_by_default(model: Any, draft: str) -> None:
 
     def tokens(seed: int) -> list[int]:
         torch.manual_seed(seed)
-        with torch.no_grad():
-            return model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=20, **options
-            )[0].tolist()
+        return drawn_of(model, prompt, 20, **options)[0].tolist()
 
     with fastgen.disabled():
         expected = [tokens(seed) for seed in range(3)]
-    # Of several sequences there is nothing of the library's to reproduce.
-    with torch.no_grad():
-        several = model.generate(
-            prompt.expand(3, -1),
-            attention_mask=torch.ones(3, len(PROMPT)),
-            do_sample=True,
-            max_new_tokens=20,
-            **options,
-        )
-    assert len(several) == 3 and counts()["accelerated"] == 1
+    # The library does not draft for several sequences, so there is nothing to reproduce.
+    assert len(drawn_of(model, prompt.expand(3, -1), 20, **options)) == 3
+    assert counts()["accelerated"] == 1
     fastgen.reset_stats()
     assert [tokens(seed) for seed in range(3)] == expected
     assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 3}
 
 
 @pytest.mark.parametrize("size", [-1, -(10**9)])
-def test_sizes_of_which_the_library_says_what_is_wrong(model: Any, size: int) -> None:
+def test_sizes_that_the_library_refuses(model: Any, size: int) -> None:
     prompt = torch.tensor([PROMPT])
     with pytest.raises(ValueError, match="max_matching_ngram_size"):
         model.generate(prompt, prompt_lookup_num_tokens=3, max_matching_ngram_size=size, max_new_tokens=20)

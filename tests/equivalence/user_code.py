@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -17,8 +18,6 @@ from tests.equivalence.check import fallbacks, run
 from tests.equivalence.models import BY_NAME
 
 BART, LLAMA = BY_NAME["bart"], BY_NAME["llama"]
-
-
 AT = 3  # the call of the user's code that raises
 
 
@@ -41,6 +40,13 @@ class Raises:
 
     def fail(self) -> None:
         raise self.error
+
+
+class Never(StoppingCriteria):
+    """Ends no sequence."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
 class Listens(BaseStreamer):
@@ -66,7 +72,7 @@ def loop_of(where: str) -> Iterator[None]:
 
 
 def assert_passed_on(family: Any, options: dict[str, Any], mine: Raises, calls: int = AT) -> None:
-    """What is raised reaches the caller, the very object, and nothing is called again or reported."""
+    """Asserts that the very object that is raised reaches the caller, and nothing is called again or reported."""
     with warnings.catch_warnings(), pytest.raises(type(mine.error)) as raised:
         warnings.simplefilter("error", RuntimeWarning)
         run(family.build(), family.make_inputs(batch=1), lambda: options)
