@@ -258,6 +258,25 @@ def test_what_is_returned_of_every_step(family: Any, way: dict[str, Any], option
     assert captures() == 2, reasons()
 
 
+@every
+@pytest.mark.parametrize(
+    "options",
+    [GREEDY, BEAMS, SAMPLED, {**GREEDY, "prompt_lookup_num_tokens": 3}, {**SAMPLED, "logits_processor": [Rotated()]}],
+    ids=["greedy", "beams", "samples", "lookup", "host"],
+)
+def test_a_default_dtype(family: Any, options: dict[str, Any]) -> None:
+    """It changes nothing, also where it is another one when a step is captured than when it is replayed."""
+    model, inputs = build(family, CPU)
+    inputs = {name: value[:1] for name, value in inputs.items()}  # the library drafts for one input
+    for default in (torch.bfloat16, torch.float32, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            check(model, inputs, lambda: copy.deepcopy({**options, **RETURNED}))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert captures() == 3, reasons()
+
+
 def test_programs_of_all_steps_share_their_memory() -> None:
     """It goes when they are freed."""
     fastgen.disable()
