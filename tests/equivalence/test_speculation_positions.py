@@ -16,6 +16,7 @@ from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from tests import near_ties
 from tests.equivalence.captured import fail_at
+from tests.equivalence.check import default_dtype
 from tests.equivalence.models import SHORT
 from tests.equivalence.others import made
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, draft_of, same, speculates
@@ -37,8 +38,9 @@ class Ends(StoppingCriteria):
 
 
 @pytest.mark.parametrize("name, draft", [("llama", "int8"), ("llama", "assistant"), ("bart", "lookup"), ("t5", "int8")])
-def test_returned_scores(name: str, draft: str) -> None:
-    """Also with processors, which is where scores and logits differ."""
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_returned_scores(name: str, draft: str, default: torch.dtype) -> None:
+    """Also with processors, which is where scores and logits differ, and with another default dtype of torch."""
     family = KNOWN[name]
     model = family.build()
     asked = draft_of(draft, model)
@@ -46,7 +48,8 @@ def test_returned_scores(name: str, draft: str) -> None:
         for batch in (1, 3):
             # Rows that end one by one go on in the library, as what is returned shows.
             eos = {} if batch == 1 else {"eos_token_id": None}
-            same(model, family.make_inputs(batch), {**GREEDY, **options, **eos}, **asked)
+            with default_dtype(default):
+                same(model, family.make_inputs(batch), {**GREEDY, **options, **eos}, **asked)
     assert_speculates(4)
 
 
