@@ -77,9 +77,9 @@ def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
 
 
 def _chosen() -> Hashable:
-    """Returns the FastGen settings that affect what is recorded."""
-    now = settings.current()
-    return now.packed_weights == "never", now.weight_dtype, now.weight_group_size, now.activations
+    """Returns the settings of FastGen and torch that affect what is recorded."""
+    now, default = settings.current(), torch.get_default_dtype()
+    return now.packed_weights == "never", now.weight_dtype, now.weight_group_size, now.activations, default
 
 
 def _memory(tensor: Tensor) -> Hashable:

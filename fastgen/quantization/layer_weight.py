@@ -119,7 +119,8 @@ def rows(packed: LayerWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if packed.sizes.layout == "rows":
         return on_gpu.rows(_for_kernel(packed), which, dtype)
-    if packed.sizes.layout == "panels" and which.device.type == "cpu" and grouped.is_available():
+    is_served = dtype in _TYPES and which.device.type == "cpu" and grouped.is_available()
+    if packed.sizes.layout == "panels" and is_served:
         return grouped.rows(_for_kernel(packed), which, dtype)
     if not ((which >= 0) & (which < packed.sizes.n)).all():
         raise IndexError(f"no such row: the weight has {packed.sizes.n}")
@@ -137,6 +138,8 @@ def linear(x: Tensor, packed: LayerWeight, bias: Tensor | None, activations: str
     if x.dtype in _TYPES and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if bias is None else bias.to(x.dtype)
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return _plain(x, packed, bias)  # a transform of `torch.func` has rules for torch's operators alone
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Linear.apply(x, bias, packed)
     product = _kernel(x, packed, activations or settings.current().activations)

@@ -33,7 +33,7 @@ from tests.equivalence.captured import (
     record_programs,
     spoil_shared_memory,
 )
-from tests.equivalence.check import accelerated, check, run
+from tests.equivalence.check import accelerated, check, default_dtype, run
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
 from tests.noting import noted
 
@@ -257,6 +257,21 @@ def test_what_is_returned_of_every_step(family: Any, way: dict[str, Any], option
             assert (steps is not None) == options.get(f"output_{name}", True)
             assert steps is None or len({each.data_ptr() for each in steps}) == len(steps) >= 1
     assert captures() == 2, reasons()
+
+
+@every
+@pytest.mark.parametrize(
+    "options",
+    [GREEDY, BEAMS, SAMPLED, {**SAMPLED, "logits_processor": [Rotated()]}],
+    ids=["greedy", "beams", "samples", "host"],
+)
+def test_a_default_dtype(family: Any, options: dict[str, Any]) -> None:
+    """It changes nothing, also where it is another one when a step is captured than when it is replayed."""
+    model, inputs = build(family, CPU)
+    for default in (torch.bfloat16, torch.float32, torch.float64):
+        with default_dtype(default):
+            check(model, inputs, lambda: copy.deepcopy({**options, **RETURNED}))
+    assert captures() == 3, reasons()
 
 
 def test_programs_of_all_steps_share_their_memory() -> None:

@@ -15,6 +15,7 @@ from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from tests import near_ties
 from tests.equivalence.captured import fail_at
+from tests.equivalence.check import default_dtype
 from tests.equivalence.models import SHORT
 from tests.equivalence.others import made
 from tests.equivalence.speculation import (
@@ -47,15 +48,17 @@ class Ends(StoppingCriteria):
 
 
 @pytest.mark.parametrize("name, draft", [("llama", "int8"), ("llama", "assistant"), ("bart", "lookup"), ("t5", "int8")])
-def test_returned_scores(name: str, draft: str) -> None:
-    """Also with processors, where scores and logits differ."""
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_returned_scores(name: str, draft: str, default: torch.dtype) -> None:
+    """Also with processors, where scores and logits differ, and with another default dtype of torch."""
     model = KNOWN[name].build()
     asked = draft_of(draft, model)
     for options in ({**RETURNS, "repetition_penalty": 1.3}, {**RETURNS, "output_logits": False}):
         for batch in (1, 3):
             # The library returns scores of rows that have ended, too.
             eos = {} if batch == 1 else {"eos_token_id": None}
-            same(model, KNOWN[name].make_inputs(batch), {**options, **eos}, **asked)
+            with default_dtype(default):
+                same(model, KNOWN[name].make_inputs(batch), {**options, **eos}, **asked)
     assert_speculates(4)
 
 

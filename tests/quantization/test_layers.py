@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,18 @@ def test_product_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(layer(x), whole)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.vmap, torch.func.jacrev, torch.func.jacfwd, lambda f: torch.func.grad(lambda x: f(x).square().sum())],
+    ids=["vmap", "jacrev", "jacfwd", "grad"],
+)
+@pytest.mark.parametrize("act_order", [False, True])
+def test_transforms(act_order: bool, transform: Callable[[Any], Callable[[Tensor], Tensor]]) -> None:
+    weight, x = random_weight(24, 32, symmetric=False, act_order=act_order), torch.randn(3, 32)
+    layer = linear(weight, bias=torch.randn(24))
+    torch.testing.assert_close(transform(layer)(x), transform(layer.dequantize())(x))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_take_their_bits(bits: int) -> None:
     layer = linear(random_weight(64, 1024, bits, 128))
@@ -125,11 +139,12 @@ def blocks(rows: int, dtype: torch.dtype = torch.float32) -> tuple[QuantizedEmbe
     return layer, data[:, :, 2:].contiguous().view(torch.int8).float().flatten(1) * 0.25
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,), (2, 0)])
-def test_embedding(shape: tuple[int, ...]) -> None:
+def test_embedding(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layer, weight = blocks(9)
-    tokens = torch.randint(0, 9, shape)
-    assert torch.equal(layer(tokens), F.embedding(tokens, weight))
+    tokens, found = torch.randint(0, 9, shape), layer.to(dtype)
+    assert torch.equal(found(tokens), F.embedding(tokens, weight.to(dtype))) and found(tokens).dtype is dtype
     with pytest.raises(IndexError):
         layer(torch.tensor([9]))
 

@@ -107,7 +107,8 @@ def confident(probabilities: Tensor, counts: Tensor, threshold: float) -> Tensor
 
 def random_numbers(rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns `uniform`, [rows, k], and `following`, [rows], for `accept_sampled`."""
-    return torch.rand(rows, k, device=device), torch.rand(rows, dtype=torch.float64, device=device)
+    uniform = torch.rand(rows, k, dtype=torch.float32, device=device)
+    return uniform, torch.rand(rows, dtype=torch.float64, device=device)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

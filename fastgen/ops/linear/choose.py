@@ -69,6 +69,8 @@ SERVE: Mapping[Key, Sequence[str]] = {
 # The fastest kernel up to each number of rows. A row of the table ends with the kernel for all larger numbers.
 Row = Sequence[tuple[float, str]]
 _REST = math.inf
+# Precisions of torch's float32 products on the CPU in which it may round the operands.
+_ROUNDED = ("tf32", "bf16")
 _ALL_TORCH: Row = ((_REST, TORCH),)
 _FLOATS: Mapping[Key, Row] = {
     (torch.float32, Layout.ROWS): ((8, "gemv"), (_REST, "gemm")),
@@ -121,8 +123,9 @@ def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
         return None
     kernel = choose(x.dtype, layout, x.numel() // x.shape[-1])
     # If the user allows float32 products of lower precision, torch has faster ones.
-    gives_way = kernel is BF16X3 and torch.get_float32_matmul_precision() != "highest"
-    return None if gives_way else kernel
+    # `torch.get_float32_matmul_precision` raises if only this backend, or only CUDA, has been allowed to.
+    of_torch: Any = torch.backends.mkldnn
+    return None if kernel is BF16X3 and of_torch.matmul.fp32_precision in _ROUNDED else kernel
 
 
 def layout_of(weight: Tensor) -> Layout | None:

@@ -184,8 +184,23 @@ def test_what_no_kernel_takes(changes: dict[str, Tensor], use: Callable[[Isa], N
     assert choose.kernel_for(**{**given, **changes}) is None
 
 
-@pytest.mark.parametrize("precision", ["medium", "high"])
-def test_where_torch_may_round_operands(precision: str, use: Callable[[Isa], None]) -> None:
+_MKLDNN, _CUDA = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+
+
+@pytest.mark.parametrize(
+    ("of", "precision", "rounds"),
+    [
+        (None, "medium", True),
+        (None, "high", True),
+        (_MKLDNN, "bf16", True),
+        (_MKLDNN, "tf32", True),
+        (torch.backends.mkldnn, "bf16", True),
+        (torch.backends, "tf32", True),
+        (_MKLDNN, "ieee", False),
+        (_CUDA, "tf32", False),
+    ],
+)
+def test_where_torch_may_round_operands(of: Any, precision: str, rounds: bool, use: Callable[[Isa], None]) -> None:
     """Its products of float32 replace bf16x3; all others stay."""
     use(Isa.AMX)
 
@@ -193,13 +208,18 @@ def test_where_torch_may_round_operands(precision: str, use: Callable[[Isa], Non
         sizes = ((F32, 4), (F32, 12), (F32, 40), (F16, 4), (F16, 70))
         return [choose.kernel_for(torch.ones(m, 8, dtype=t), torch.ones(5, 8, dtype=t), None) for t, m in sizes]
 
-    before = torch.get_float32_matmul_precision()
-    assert found() == [GEMV, GEMM, KERNELS["bf16x3"], GEMV, GEMM]
+    many = KERNELS["bf16x3"]
+    assert found() == [GEMV, GEMM, many, GEMV, GEMM]
     try:
-        torch.set_float32_matmul_precision(precision)
-        assert found() == [GEMV, GEMM, None, GEMV, GEMM]
+        if of is None:
+            torch.set_float32_matmul_precision(precision)
+        else:
+            of.fp32_precision = precision
+        assert found() == [GEMV, GEMM, None if rounds else many, GEMV, GEMM]
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
+        for each in (_MKLDNN, _CUDA, torch.backends.mkldnn, torch.backends):
+            each.fp32_precision = "none"
 
 
 @needs_kernels

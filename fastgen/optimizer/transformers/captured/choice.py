@@ -53,9 +53,9 @@ class Choice:
         self.vocabulary, self._per_input, self._has_criteria = vocabulary, key.per_input, key.has_criteria
         self._device = device = search.tokens.device
         self._size = size = key.rows, vocabulary
-        self._scores = torch.zeros(size if processors is None else (0,), device=device)
+        self._scores = self._zeros(size if processors is None else (0,))
         sizes = {"logits": (key.rows * key.codebooks.copies, vocabulary)}
-        self.kept = {name: torch.zeros(sizes.get(name, size), device=device) for name in key.kept}
+        self.kept = {name: self._zeros(sizes.get(name, size)) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
         self._stops = torch.zeros(0, dtype=torch.bool, device=device)
         self._written: list[tuple[slice, int, Tensor]] = []  # what criteria have written over the last tokens
@@ -84,7 +84,7 @@ class Choice:
     def prepare(self) -> None:
         """Makes the buffers of criteria for a step with slots, whose inputs get their first tokens elsewhere."""
         if self._has_criteria and not self._proposal:
-            self._make_proposal(self._search.propose(torch.zeros(self._size, device=self._device), False))
+            self._make_proposal(self._search.propose(self._zeros(self._size), False))
 
     def take_over(self, other: Choice) -> None:
         """Makes the buffers that `other` has, the choice of a step of this key, maybe for another number of inputs."""
@@ -93,6 +93,9 @@ class Choice:
             sizes = [(part.shape[0] * times[0] // times[1], *part.shape[1:]) for part in other._proposal]
             like = zip(other._proposal, sizes, strict=True)
             self._make_proposal(tuple(part.new_empty(size) for part, size in like))
+
+    def _zeros(self, size: tuple[int, ...]) -> Tensor:
+        return torch.zeros(size, dtype=torch.float32, device=self._device)
 
     # ---- what is captured
 

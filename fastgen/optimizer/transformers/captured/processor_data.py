@@ -37,7 +37,7 @@ class Number:
             size = [bucket.inputs * bucket.per_input, 1]
         self.values = torch.zeros(size, dtype=dtype, device=bucket.device)
         # A GPU divides by a host number by multiplying with its inverse.
-        self._inverse = torch.zeros((), device=bucket.device) if self.values.is_cuda else None
+        self._inverse = torch.zeros((), dtype=torch.float32, device=bucket.device) if self.values.is_cuda else None
 
     def put(self, value: float, target: int | None) -> None:
         """Sets the number of an input, if each has its own, or of all inputs."""

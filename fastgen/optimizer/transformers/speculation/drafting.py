@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,10 +81,11 @@ class Drafting:
             each: self._cache_at(position.of_width(each), self._cache_length) for each in range(1, width + 1)
         }
         drawn = rows if self.key.draft.samples else 0
-        self.draft_probabilities = torch.zeros(drawn, width - 1, self.vocabulary, device=device)
-        self._ratings = torch.zeros(rows, width - 1, device=device)  # probabilities of drafted tokens
+        floats = partial(torch.zeros, dtype=torch.float32, device=device)
+        self.draft_probabilities = floats(drawn, width - 1, self.vocabulary)
+        self._ratings = floats(rows, width - 1)  # probabilities of drafted tokens
         recorded = rows if self.key.draft.records else 0
-        self.recorded = torch.zeros(recorded, width, 2, self.vocabulary, device=device)
+        self.recorded = floats(recorded, width, 2, self.vocabulary)
         self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.assistant: Any = None  # the state and the step with which another model drafts on these sequences
