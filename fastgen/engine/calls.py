@@ -16,7 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of
 from fastgen.engine.requests import Request, is_form
@@ -204,7 +204,7 @@ def alone_for_model(model: Any) -> str | None:
     is_known |= states.are_known(model) or models.has_independent_rows(model)
     if not is_known and not buckets.ignores_padding(model):
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
-    if "forward" in vars(model) or not library_code.is_own(kind.forward) or torch_functions.unusual() is not None:
+    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or torch_functions.unusual() is not None:
         return "other code in the place of the library's"
     reason = models.modules_unsupported(model)
     if reason is None and models.rows_depend_on_each_other(model):
