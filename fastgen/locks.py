@@ -1,12 +1,13 @@
-"""Locks that neither block a forked process nor stay locked after an interrupt."""
+"""Locks that neither block a forked process nor stay locked after an interrupt, and cached properties without one."""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 _made: weakref.WeakKeyDictionary[Any, Callable[[], object]] = weakref.WeakKeyDictionary()
 
@@ -37,3 +38,19 @@ def _take_from_others() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_take_from_others)
+
+
+if TYPE_CHECKING:
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property(functools.cached_property):
+        """A cached property without the lock that all instances share before Python 3.12.
+
+        Other threads would wait for it, and a process that is forked while a thread holds it would wait for ever.
+        """
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            return vars(instance).setdefault(self.attrname, self.func(instance))

@@ -1,4 +1,4 @@
-"""Locks that do not stop a forked process."""
+"""Locks that do not stop a forked process, and cached properties that stop nobody."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.locks import forkable_lock
+from fastgen.locks import cached_property, forkable_lock
+from tests.conftest import ROOT
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 IN_A_FORK = """
@@ -51,7 +52,8 @@ import fastgen
 from fastgen.decoding.captured import graph, program, recording
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.layers import FastLayers
-from fastgen.locks import forkable_lock
+from fastgen.locks import cached_property, forkable_lock
+from tests.conftest import ROOT
 from fastgen.optimizer.transformers.captured import graph_cache
 
 own = forkable_lock()
@@ -109,3 +111,41 @@ def test_one_thread_has_it_as_often_as_it_likes() -> None:
     assert found == [False]
     assert lock.acquire(blocking=False)
     lock.release()
+
+
+def test_a_property_that_another_thread_computes_is_not_waited_for() -> None:
+    """By other instances, also in a forked process, which does not have that thread."""
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, waits: bool) -> None:
+            self.waits = waits
+
+        @cached_property
+        def value(self) -> object:
+            if self.waits:
+                is_inside.set()
+                may_leave.wait(60)
+            return object()
+
+    slow, quick = Slow(True), Slow(False)
+    other = threading.Thread(target=lambda: slow.value)
+    other.start()
+    is_inside.wait(60)
+    reader = threading.Thread(target=lambda: quick.value)
+    reader.start()
+    reader.join(30)
+    assert not reader.is_alive() and other.is_alive()
+    assert quick.value is quick.value
+    may_leave.set()
+    other.join()
+    assert slow.value is slow.value is not quick.value
+
+
+def test_no_other_cached_properties() -> None:
+    """Python's own have a lock before 3.12."""
+    users = [path for path in (ROOT / "fastgen").rglob("*.py") if "cached_property" in path.read_text()]
+    kept = {"locks.py", "library_code.py"}
+    assert len(users) > 5
+    for path in users:
+        assert "from fastgen.locks import cached_property" in path.read_text() or path.name in kept, path

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastgen import caches, counters, settings
 from fastgen.decoding import half_precision, library_code, norms
 from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
-from fastgen.decoding.modules import is_plain, modules_of
+from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops.linear import choose
@@ -172,9 +172,8 @@ class FastLayers:
         return [layer for layer in self._installed.values() if type(layer) is QuantizedLinear]
 
     def _replacement(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
-        own = vars(module).get("forward")
-        # A copy of the model made while it generated has its class's method as an attribute, until a call ends.
-        if own is not None and own != type(module).forward.__get__(module):
+        if not runs_own_forward(module):
+            own = vars(module)["forward"]
             if type(own) is QuantizedLinear and settings.current().packed_weights != "keep":
                 own.begin_call()  # of another model that shares this layer, and generates at the moment
             return None  # set by other code, such as an adapter or a hook

@@ -24,6 +24,16 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def runs_own_forward(module: nn.Module) -> bool:
+    """Whether a module runs the forward pass of its class.
+
+    An attribute may hold that very method: accelerate leaves it there when it removes its hooks, and so does a copy of
+    the model that was made during a call.
+    """
+    own = vars(module).get("forward")
+    return bool(own is None or own == type(module).forward.__get__(module))
+
+
 def is_plain(
     module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", *, dimensions: int = 2
 ) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fastgen import interrupts, patching
 from fastgen.decoding import layer_forms
+from fastgen.decoding.modules import runs_own_forward
 from fastgen.ops.rms_norm import available, reference, rms_norm
 
 
@@ -33,7 +34,7 @@ _inside: ContextVar[bool] = ContextVar("fastgen_fused_norms", default=False)
 _forms: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, Form | None]] = weakref.WeakKeyDictionary()
 # Types of attributes that a layer may have besides its weight: immutable and comparable.
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
 
 
 def fused() -> AbstractContextManager[None]:
@@ -65,7 +66,7 @@ def form_of(module: nn.Module) -> Form | None:
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.numel() == 0:
         return None
-    if len(module._parameters) > 1 or module._buffers or module._modules or "forward" in vars(module):
+    if len(module._parameters) > 1 or module._buffers or module._modules or not runs_own_forward(module):
         return None
     if not available(weight):
         return None

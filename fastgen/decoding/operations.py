@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import operator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_structure
+
+from fastgen.locks import cached_property
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, which takes thrice as long: a recording makes thousands

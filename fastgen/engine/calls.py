@@ -16,7 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of, own_generate
 from fastgen.engine.requests import Request, is_form
@@ -203,7 +203,7 @@ def alone_for_model(model: Any) -> str | None:
     is_known |= all(any(knows(part) for knows in known) for part in models.parts_that_decode(model))
     if not is_known:
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
-    if "forward" in vars(model) or not library_code.is_own(kind.forward) or torch_functions.unusual() is not None:
+    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or torch_functions.unusual() is not None:
         return "other code in the place of the library's"
     reason = models.modules_unsupported(inside)
     if reason is None and models.rows_depend_on_each_other(model):

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from fastgen.locks import cached_property
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 

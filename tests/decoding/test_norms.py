@@ -160,6 +160,13 @@ def test_what_hooks_hold_is_not_copied():
     assert norms.form_of(layer) == ("variance_epsilon", True, 0.0)
 
 
+def test_the_method_of_the_class_as_an_attribute_changes_nothing():
+    """Hooks that were removed leave it behind, and so does a copy of a model that generates."""
+    layer = LlamaRMSNorm(WIDTH)
+    layer.forward = layer.forward
+    assert norms.form_of(layer) == norms.form_of(LlamaRMSNorm(WIDTH)) is not None
+
+
 def changed(name, value):
     layer = LlamaRMSNorm(WIDTH)
     setattr(layer, name, value)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fastgen
 from fastgen.decoding.captured.graph import unavailable
+from fastgen.engine import calls
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import programs as encoder_programs
 from tests.equivalence import encoder_models
@@ -183,6 +184,21 @@ def test_hooks_of_accelerate(llama: Any) -> None:
     before = _changes(model, inputs, before)
     hooks.remove_hook_from_module(mlp)
     _changes(model, inputs, before)
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_hooks_of_accelerate_that_are_removed(name: str) -> None:
+    """The forward pass that was theirs to call stays behind as an attribute."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, inputs = build(BY_NAME[name], CPU)
+    for part in model.modules():
+        hooks.add_hook_to_module(part, hooks.ModelHook())
+        hooks.remove_hook_from_module(part)
+    assert "forward" in vars(model)
+    for number, options in enumerate((OPTIONS, BEAMS), 1):
+        check(model, inputs, options)
+        assert accelerated() == captures() == number and not fallbacks(), fallbacks()
+    assert calls.alone_for_model(model) is None
 
 
 def test_a_model_that_its_layer_knows_goes_with_its_user(llama: Any) -> None:

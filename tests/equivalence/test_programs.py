@@ -8,6 +8,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -398,3 +399,27 @@ def test_a_call_within_a_call(replays: list[Program]) -> None:
     assert all(torch.equal(each, found[-1]) for each in found)
     chunks = [made._chunks for made in set(replays)]
     assert len(chunks) == 3 and len(set.union(*chunks)) < sum(map(len, chunks))
+
+
+def test_a_call_of_a_signal_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a program: the call does without one, which would overwrite what this one has computed."""
+    outer, inner = build(FAMILIES[0], CPU), build(FAMILIES[2], CPU)
+    found, wanted = [run(*inner, GREEDY)], run(*outer, BEAMS)
+    calls, replayed = Program.calls, list[Program]()
+
+    def handler() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Program, "calls", calls)
+            found.append(run(*inner, GREEDY))
+
+    def interrupted(program: Program, planned: bool) -> list[Callable[[], object]]:
+        made = list(calls(program, planned=False))
+        replayed.append(program)
+        return made if len(replayed) % 5 else [*made[: len(made) // 2], handler, *made[len(made) // 2 :]]
+
+    fastgen.reset_stats()
+    monkeypatch.setattr(Program, "calls", interrupted)
+    assert torch.equal(run(*outer, BEAMS), wanted)
+    assert len(found) >= 4 and all(torch.equal(each, found[0]) for each in found)
+    assert captures() == 1
+    assert reasons() == {"a call inside a captured step of another one, on the CPU": len(found) - 1}

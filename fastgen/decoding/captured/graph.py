@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
-from fastgen.decoding.captured.program import Program
+from fastgen.decoding.captured.program import Program, is_running
 from fastgen.decoding.kv import row_lengths
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.view import CannotBeCaptured
@@ -45,10 +45,13 @@ def taken(device: torch.device, patience: float = 0.0) -> Iterator[None]:
         patience: the most seconds to wait if the call would not wait otherwise.
 
     Raises:
-        CannotBeCaptured: on a CPU, another thread has the turn.
+        CannotBeCaptured: on a CPU, another thread has the turn, or this thread is inside a program, whose memory a
+            call of a signal handler would overwrite.
     """
     lock = _turn_of(device)
     if lock._is_owned():  # a call inside another one
+        if is_running():
+            raise CannotBeCaptured("a call inside a captured step of another one, on the CPU")
         with cache.call():
             yield
         return

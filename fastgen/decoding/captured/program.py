@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from fastgen import patching
 from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass, panel_ops
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
@@ -29,6 +31,13 @@ from fastgen.ops import command_list, elementwise, thread_pool, top_two
 # Shared by all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time run programs, and a program
 # passes results to the next one only in tensors that existed before the capture.
 memory = arena.Arena()
+
+_running: ContextVar[bool] = ContextVar("fastgen_program", default=False)
+
+
+def is_running() -> bool:
+    """Whether this thread is inside a program: a signal handler, or a finalizer, has interrupted it."""
+    return _running.get()
 
 
 class Program:
@@ -57,7 +66,7 @@ class Program:
         Raises:
             RuntimeError: the function does something that cannot be captured on a GPU.
         """
-        with torch._C._InferenceMode(True), no_collection():
+        with torch._C._InferenceMode(True), no_collection(), patching.held(_running, True):
             self.take(prepared(function, self._memory))
 
     def take(self, prepared: Prepared) -> None:
@@ -68,7 +77,7 @@ class Program:
 
     def replay(self) -> None:
         """Executes the program on the present contents of its memory."""
-        with torch._C._InferenceMode(True), thread_pool.for_replay():
+        with torch._C._InferenceMode(True), thread_pool.for_replay(), patching.held(_running, True):
             for call in self.calls(planned=not command_list.is_profiled()):
                 call()
 

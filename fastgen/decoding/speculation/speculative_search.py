@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.speculation.acceptance import accept_greedy
+from fastgen.locks import cached_property
 from fastgen.ops import search_step
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastgen import patching, releases
 from fastgen.decoding import length_buckets
+from fastgen.decoding.modules import runs_own_forward
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
@@ -111,7 +112,7 @@ def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
     encoder = call.model.get_encoder()
     is_hooked = way_of(encoder) is not None and patching.original_of(type(encoder).forward) is not None
     is_hooked = is_hooked and getattr(encoder, "_compiled_call_impl", None) is None  # a compiled one skips its layers
-    return is_hooked and "forward" not in vars(encoder) and _has_known_padding(encoder, ids, mask, config)
+    return is_hooked and runs_own_forward(encoder) and _has_known_padding(encoder, ids, mask, config)
 
 
 def _encode_buckets(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.interrupts import undoing
+from fastgen.locks import cached_property
 from fastgen.ops import elementwise
 from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.transformers import row_adapters

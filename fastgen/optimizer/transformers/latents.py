@@ -13,7 +13,7 @@ from torch import nn
 from fastgen.decoding import library_code
 from fastgen.decoding.kv.view import KVView, of_latents
 from fastgen.decoding.layer_forms import Replacement
-from fastgen.decoding.modules import is_plain
+from fastgen.decoding.modules import is_plain, runs_own_forward
 
 
 def expand_kv(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -30,6 +30,5 @@ def expand_kv(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _is_a_product(layer: nn.Module) -> bool:
     """Whether a layer only multiplies by its weight, and no third-party code replaces it."""
-    own = vars(layer).get("forward")
-    is_plain_or_ours = own is None or isinstance(own, Replacement)
+    is_plain_or_ours = runs_own_forward(layer) or isinstance(layer.forward, Replacement)
     return type(layer) is nn.Linear and is_plain_or_ours and library_code.is_own(nn.Linear.forward)

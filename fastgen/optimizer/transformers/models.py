@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.optimizer.transformers import codebooks, states
 from fastgen.optimizer.transformers.capturable import CAPTURABLE
 from fastgen.releases import Usual
@@ -194,7 +194,8 @@ def unsupported(model: Any) -> str | None:
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         if not library_code.is_own(getattr(kind, method)):
             return f"{kind.__name__}.{method} is not the library's own"
-        if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
+        is_its_own = method not in vars(model) or (method == "forward" and runs_own_forward(model))
+        if not is_its_own and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
             return Usual(f"{method} has been replaced on this model")
     config = text_config(model.config)
     if getattr(config, "cross_attention_layers", None):
@@ -319,7 +320,7 @@ def has_independent_rows(part: Any) -> bool:
     """Whether the rows of a part that generates are known to be independent. The encoder does not matter: it runs per
     input.
     """
-    is_as_it_was = "forward" not in vars(part) and library_code.is_own(type(part).forward)
+    is_as_it_was = runs_own_forward(part) and library_code.is_own(type(part).forward)
     is_known = _class_of(part).startswith("transformers.models.") and _short_name_of(part) in _INDEPENDENT
     return is_as_it_was and is_known
 

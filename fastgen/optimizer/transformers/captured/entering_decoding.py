@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from fastgen.decoding.captured.search import Search
+from fastgen.locks import cached_property
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.captured import processors

@@ -6,7 +6,6 @@ such as NaN.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map
 from fastgen import releases
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
+from fastgen.locks import cached_property
 from fastgen.optimizer.transformers.encoders import attention, results
 from fastgen.optimizer.transformers.encoders.results import Declined
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
@@ -109,7 +109,7 @@ class UnpaddedForward:
         is_seen = seen if seen.dtype is torch.bool else seen == 0
         return bool((is_seen == expected.unsqueeze(1)).all())
 
-    @functools.cached_property
+    @cached_property
     def _tokens(self) -> Packing:
         return Packing(self._mask)
 

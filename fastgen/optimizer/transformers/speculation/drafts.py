@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fastgen.decoding.speculation.draft_length import AT_FIRST, Schedule
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
 from fastgen.interrupts import undoing
+from fastgen.locks import cached_property
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.pays import Budget
