@@ -32,6 +32,7 @@ OPERATORS = frozenset(
         "gemv_out",
         "gemv_batch_out",
         "elementwise",
+        "expert_linear_out",
         "grouped_linear_out",
         "grouped_linear_batch_out",
         "kv_write",

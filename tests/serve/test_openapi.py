@@ -15,7 +15,7 @@ from schemathesis.specs.openapi import checks
 
 DOCUMENTED = (checks.content_type_conformance, checks.response_schema_conformance, checks.status_code_conformance)
 CHECKS = (not_a_server_error, checks.negative_data_rejection, *DOCUMENTED)
-EXAMPLES = 10
+EXAMPLES = 25
 # By the path, a model for it: a name that is drawn is none of them.
 MODELS = {
     "/v1/completions": "gpt2", "/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/embeddings": "vectors",

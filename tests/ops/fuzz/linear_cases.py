@@ -21,10 +21,10 @@ def _layer(rng: random.Random, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return rows_apart(torch.randn(rows, inputs).to(dtype), rng), inputs, outputs
 
 
-def _weight(rng: random.Random, outputs: int, inputs: int) -> Tensor:
+def _weight(rng: random.Random, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
     if rng.random() < 0.3:
-        return torch.randn(inputs, outputs).t()
-    return rows_apart(torch.randn(outputs, inputs), rng)
+        return torch.randn(inputs, outputs).to(dtype).t()
+    return rows_apart(torch.randn(outputs, inputs).to(dtype), rng)
 
 
 def _runs(name: str) -> bool:
@@ -49,7 +49,7 @@ def instruction_set(rng: random.Random) -> Case:
 
 @of("gemm_out", "gemv_out", "bf16x3_gemm_out")
 def linear_out(rng: random.Random, name: str) -> Case:
-    dtype = rng.choice(_FLOATING) if name == "gemv_out" else torch.float32
+    dtype = torch.float32 if name == "bf16x3_gemm_out" else rng.choice(_FLOATING)
     x, inputs, outputs = _layer(rng, dtype)
     weight, bias = _weights_of(name, rng, dtype, outputs, inputs, rng.random() < 0.3)
     refused = name == "bf16x3_gemm_out" and not _runs(name)
@@ -59,7 +59,7 @@ def linear_out(rng: random.Random, name: str) -> Case:
 
 @of("gemm_batch_out", "gemv_batch_out")
 def linears_out(rng: random.Random, name: str) -> Case:
-    dtype = rng.choice(_FLOATING) if name == "gemv_batch_out" else torch.float32
+    dtype = rng.choice(_FLOATING)
     x, inputs, _ = _layer(rng, dtype)
     by_inputs = rng.random() < 0.3
     by_inputs = by_inputs and inputs > 1
@@ -75,10 +75,22 @@ def _weights_of(
     if name.startswith("bf16x3"):
         return rows_apart(torch.randn(outputs, inputs), rng), bias
     if not name.startswith("gemv"):
-        return _weight(rng, outputs, inputs), bias
-    if dtype is torch.float32 and by_inputs and min(outputs, inputs) > 1:  # so that the strides say it
-        return torch.randn(inputs, outputs).t(), bias
+        return _weight(rng, outputs, inputs, dtype), bias
+    if by_inputs and min(outputs, inputs) > 1:  # so that the strides say it
+        return torch.randn(inputs, outputs).to(dtype).t(), bias
     return rows_apart(torch.randn(outputs, inputs).to(dtype), rng), bias
+
+
+@of("expert_linear_out")
+def expert_linear_out(rng: random.Random) -> Case:
+    dtype = rng.choice(_FLOATING)
+    x, inputs, outputs = _layer(rng, dtype)
+    experts = size(rng, 12)
+    weight = torch.randn(experts, inputs, outputs) if rng.random() < 0.3 else torch.randn(experts, outputs, inputs)
+    weight = weight.to(dtype)
+    weight = weight if weight.shape[1:] == (outputs, inputs) else weight.transpose(1, 2)
+    ends = torch.tensor(sorted(rng.randint(0, len(x)) for _ in range(experts)), dtype=torch.int32)
+    return Case([untouched((len(x), outputs), dtype), x, weight, ends, rng.choice((0, 1, 4, 64))])
 
 
 @of("evict")
