@@ -175,7 +175,7 @@ With `captured_step="always"`. What reads pictures and sounds is the library's o
 
 ## Models made of two, and models that read sounds
 
-The engine runs these, and those of the table above that have a captured step, except Granite Speech, in
+The models of this table, and the captured models of the table above except Granite Speech, run in
 [slots](engine.md#slots).
 
 {table(["model", "of", "all ways of decoding", "captured step"], composite_rows())}

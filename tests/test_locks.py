@@ -52,8 +52,7 @@ import fastgen
 from fastgen.decoding.captured import graph, program, recording
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.layers import FastLayers
-from fastgen.locks import cached_property, forkable_lock
-from tests.conftest import ROOT
+from fastgen.locks import forkable_lock
 from fastgen.optimizer.transformers.captured import graph_cache
 
 own = forkable_lock()

@@ -77,7 +77,7 @@ def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
 
 
 def _chosen() -> Hashable:
-    """Returns the settings of FastGen and torch that affect what is recorded."""
+    """Returns FastGen's settings that affect what is recorded, and torch's default dtype."""
     now, default = settings.current(), torch.get_default_dtype()
     return now.packed_weights == "never", now.weight_dtype, now.weight_group_size, now.activations, default
 

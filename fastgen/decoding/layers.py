@@ -25,6 +25,7 @@ from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLin
 from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
+from fastgen.ops.half_precision import is_slow
 from fastgen.ops.linear import choose
 
 # Classes of linear layers: False if their weights are [N, K], True if [K, N].
@@ -41,8 +42,8 @@ HALF = (torch.float16, torch.bfloat16)
 # Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's kernel costs as much as it
 # saves.
 MIN_WEIGHT = 2**18
-# The same for weights of fewer bits. Low-bit weights also take less memory, and so less time if the cache holds other
-# data as well. Without instructions for half precision, torch takes much longer.
+# The same for low-bit weights, which also take less memory, and so less time if the cache holds other data as well;
+# and for half precision without instructions for it, where torch takes much longer.
 MIN_QUANTISED = 2**16
 
 
@@ -51,6 +52,16 @@ class _User:
 
     def __init__(self, thread: int, leave: Callable[[_User], None]) -> None:
         self.thread, self.leaving = thread, undoing(partial(leave, self))
+
+
+class _Used(threading.local):
+    """The layers whose faster forms this thread uses, once for each time that it has entered."""
+
+    def __init__(self) -> None:
+        self.layers: list[FastLayers] = []
+
+
+_used = _Used()
 
 
 class FastLayers:
@@ -74,6 +85,7 @@ class FastLayers:
         self._users: list[_User] = []  # one for each time that a thread has entered
         self._asked: tuple[str, ...] = ()  # the precision and packing of the installed forms
         self._installed: dict[nn.Module, Replacement] = {}
+        self._stacked: frozenset[int] = frozenset()  # addresses of weights of several experts, [experts, any, any]
         self._kept: dict[nn.Module, Replacement] = {}
 
     @classmethod
@@ -115,6 +127,7 @@ class FastLayers:
             with self._lock:
                 self._freed.wait_for(lambda: not self._users or asked == self._asked or self._is_used_by(thread))
                 self._users.append(user)
+                _used.layers.append(self)
                 if len(self._users) == 1:
                     self._asked = asked
                     self._install()
@@ -127,10 +140,9 @@ class FastLayers:
         return user
 
     @classmethod
-    def are_in_use(cls) -> bool:
-        """Whether the calling thread is inside such a context, of any model."""
-        thread = threading.get_ident()
-        return any(layers._is_used_by(thread) for layers in list(cls._of.values()))
+    def have_experts(cls, weight: Tensor) -> bool:
+        """Whether this is a stacked weight of a model of whose layers the calling thread uses the faster forms."""
+        return any(weight.data_ptr() in layers._stacked for layers in _used.layers)
 
     def _is_used_by(self, thread: int) -> bool:
         return any(user.thread == thread for user in self._users)
@@ -140,6 +152,8 @@ class FastLayers:
         with self._lock:
             if user in self._users:
                 self._users.remove(user)
+                if user.thread == threading.get_ident() and self in _used.layers:
+                    _used.layers.remove(self)
             if not self._users:
                 self._remove()
                 self._freed.notify_all()
@@ -156,7 +170,10 @@ class FastLayers:
 
     def _install(self) -> None:
         model, precision = self._model(), cache(precision_on)
-        for module in modules_of(model) if model is not None else ():
+        modules = modules_of(model) if model is not None else []
+        weights = (each for module in modules for each in module._parameters.values())
+        self._stacked = frozenset(each.data_ptr() for each in weights if each is not None and each.dim() == 3)
+        for module in modules:
             replacement = self._replacement(module, precision)
             if replacement is None:
                 continue
@@ -199,7 +216,7 @@ class FastLayers:
             return None
         precision = precision_on(weight.device)
         is_low_bit = precision != "fp32" or settings.current().self_speculation != "off"
-        is_narrow = is_low_bit or (weight.dtype in HALF and not choose.is_left_to_torch(weight.dtype))
+        is_narrow = is_low_bit or is_slow(weight.dtype)
         if weight.numel() < (min(MIN_WEIGHT, MIN_QUANTISED) if is_narrow else MIN_WEIGHT):
             return None
         if precision != "fp32":

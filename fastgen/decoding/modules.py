@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -30,8 +32,11 @@ def runs_own_forward(module: nn.Module) -> bool:
     An attribute may hold that very method: accelerate leaves it there when it removes its hooks, and so does a copy of
     the model that was made during a call.
     """
-    own = vars(module).get("forward")
-    return bool(own is None or own == type(module).forward.__get__(module))
+    if "forward" not in vars(module):
+        return True
+    own, of_class = vars(module)["forward"], type(module).forward
+    # Not compared with `==`: a wrapper that looks like the method may be equal to it.
+    return type(own) is MethodType and own.__self__ is module and own.__func__ is of_class
 
 
 def is_plain(

@@ -65,7 +65,8 @@ def model_that_decodes(model: Any) -> Any:
 def asks_library(model: Any) -> bool:
     """Whether the model's own `generate` is known to leave the model unchanged while it waits for the library's."""
     kind = type(model)
-    return kind.__module__.startswith("transformers.models.") and kind.__name__ in _ASK_LIBRARY
+    is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in _ASK_LIBRARY
+    return is_known and "generate" not in vars(model) and library_code.is_own(kind.generate)
 
 
 def alone_for_adapters(model: Any) -> str | None:

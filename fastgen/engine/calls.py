@@ -69,8 +69,8 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
 
 @contextlib.contextmanager
 def drawing(batch: Sequence[Request], device: torch.device) -> Iterator[None]:
-    """Keeps other engines from drawing from torch's generator if one of these requests may draw. If there is one, its
-    seed is the generator's meanwhile.
+    """Keeps other engines from drawing from torch's generator if one of these requests may draw. For a single request
+    with a seed, seeds torch's generator inside this context, and restores it.
 
     A request that enters slots gets a generator of its own there, but its seed is drawn from torch's; and a request
     that cannot enter draws until its call ends.

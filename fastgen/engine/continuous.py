@@ -81,7 +81,7 @@ class ContinuousBatches:
         self._in_use: list[Slots] = []
         self._running: list[Slot] = []  # in the order in which they entered
         self._again: list[Request] = []  # requests that begin again, before new ones begin
-        self._own = OwnCalls(self.model, self.most_rows)
+        self._own = OwnCalls(self.model, self._inside, self.most_rows)
 
     @property
     def has_slots(self) -> bool:

@@ -38,7 +38,7 @@ class KVBudget:
         of a source, and of pictures before the tokens.
         """
         if request.has_other_inputs and not self._has_encoder:
-            self._before = prompt.cached - request.prompt_positions
+            self._before = max(self._before, prompt.cached - request.prompt_positions)
         self._own, self._cross = prompt.bytes_per_position
         self._states, self._source = prompt.bytes_of_states, max(self._source, prompt.sizes.source)
         self._is_known = True

@@ -353,7 +353,7 @@ def own_generate(model: Any) -> str | None:
 def _asks_library(outer: Any, model: Any, options: Mapping[str, Any], seed: int | None) -> bool:
     """Whether calls of the library's `generate` by the model's own may run in slots."""
     changes_model = any(options.get(name) for name in _CHANGE_MODEL)
-    # Whisper's calls draw one after the other; a seed is that of one call.
+    # A seed covers all windows of a recording, whose calls draw one after the other.
     has_one_seed = seed is None or type(model).__name__ != "WhisperForConditionalGeneration"
     is_served = has_one_seed and not (changes_model or adapters.arguments_of(outer, options))
     return is_served and adapters.asks_library(model)

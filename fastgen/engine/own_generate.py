@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastgen import openmp
-from fastgen.engine.adapters import model_that_decodes
 from fastgen.engine.calls import by_itself, drawing
 from fastgen.engine.options import make_inner
 from fastgen.engine.requests import Request
@@ -28,6 +27,7 @@ class OwnGenerate:
 
     Args:
         model: the model whose `generate` runs.
+        inside: the model whose steps the engine runs; calls of any other one run as they are.
         request: a request of that model.
         most_rows: limit of rows of an inner request.
         changes: how often the model has changed so far.
@@ -38,10 +38,10 @@ class OwnGenerate:
         thread: the thread in which it runs.
     """
 
-    def __init__(self, model: Any, request: Request, most_rows: int, changes: int) -> None:
+    def __init__(self, model: Any, inside: Any, request: Request, most_rows: int, changes: int) -> None:
         self.request, self.changes = request, changes
         self.outcome: Any = None
-        self._model, self._most_rows = model, most_rows
+        self._model, self._inside, self._most_rows = model, inside, most_rows
         self._inner: Request | None = None
         self._is_over, self._is_abandoned = False, False
         self._may_run, self._stands = threading.Semaphore(0), threading.Semaphore(0)
@@ -101,7 +101,7 @@ class OwnGenerate:
     def _ask(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
         """Replaces a call of the library's `generate` by a request to the engine, and returns its result."""
         self._end_if_abandoned()
-        is_own = model is model_that_decodes(self._model)  # user code may call other models
+        is_own = model is self._inside  # user code may call other models, or exchange a part
         made = make_inner(model, arguments, self._most_rows, self.request.seed) if is_own else None
         if made is None:
             return self._as_ever(model, arguments, as_ever)
@@ -132,11 +132,12 @@ class OwnCalls:
 
     Args:
         model: the model whose `generate` runs.
+        inside: the model whose steps the engine runs.
         most_rows: limit of rows of an inner request.
     """
 
-    def __init__(self, model: Any, most_rows: int) -> None:
-        self._model, self._most_rows = model, most_rows
+    def __init__(self, model: Any, inside: Any, most_rows: int) -> None:
+        self._model, self._inside, self._most_rows = model, inside, most_rows
         self._calls: list[OwnGenerate] = []
 
     def __len__(self) -> int:
@@ -153,7 +154,7 @@ class OwnCalls:
 
     def begin(self, request: Request, changes: int) -> None:
         """Adds a request; it begins with the next `go_on`."""
-        self._calls.append(OwnGenerate(self._model, request, self._most_rows, changes))
+        self._calls.append(OwnGenerate(self._model, self._inside, request, self._most_rows, changes))
 
     def go_on(self) -> Iterator[tuple[OwnGenerate, Request | None]]:
         """Runs each call that may continue to its next inner request. Yields the call and that request, or None if the

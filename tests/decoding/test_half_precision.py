@@ -10,8 +10,11 @@ from torch import Tensor
 
 import fastgen
 from fastgen.decoding import half_precision
+from fastgen.ops import half_precision as of_operators
 from fastgen.ops.half_precision import upcast
 from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import Isa
+from tests.noting import noted
 
 pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 
@@ -21,7 +24,7 @@ HALF = [torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     fastgen.enable()
-    monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: False)
+    monkeypatch.setattr(choose, "instruction_set", lambda: Isa.AVX2)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -43,20 +46,44 @@ def test_is_the_float32_result_rounded_once(product: Callable[..., Tensor], dtyp
     assert torch.equal(found, product(a.float(), b.float(), c.float()).to(dtype))
 
 
-@pytest.mark.parametrize("what", ["a matrix", "float32", "gradients", "disabled", "instructions", "a subclass"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@torch.no_grad()
+def test_a_few_matrices_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_operators, "_AT_ONCE", 1000)
+    for leading in ((7,), (2, 3)):
+        a, b = (torch.randn(*leading, *shape).to(dtype) for shape in ((5, 20), (4, 20)))
+        b = b.transpose(-1, -2)
+        with half_precision.upcast_products(dtype):
+            assert torch.equal(a @ b, (a.float() @ b.float()).to(dtype))
+
+
+@torch.no_grad()
+def test_results_that_are_given_are_written_to() -> None:
+    a, b, out = (torch.randn(2, 4, 4).bfloat16() for _ in range(3))
+    wanted = a.bmm(b)
+    with half_precision.upcast_products(torch.bfloat16):
+        assert torch.bmm(a, b, out=out) is out and torch.equal(out, wanted)
+        assert torch.baddbmm(a, a, b, out=out) is out
+        with pytest.raises(TypeError):
+            torch.matmul(1, 2)
+
+
+@pytest.mark.parametrize(
+    "what", ["a matrix", "a vector", "float32", "gradients", "disabled", "instructions", "a subclass", "never"]
+)
 def test_what_stays_torchs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float32 if what == "float32" else torch.bfloat16
-    shapes = ((5, 700), (700, 3)) if what == "a matrix" else ((2, 5, 700), (2, 700, 3))
+    shapes = ((5, 700), (700, 3)) if what == "a matrix" else ((2, 5, 700), (2, 700, 1 if what == "a vector" else 3))
     a, b = (torch.randn(shape).to(dtype) for shape in shapes)
     if what == "a subclass":
         a = torch.nn.Parameter(a, requires_grad=False)
     if what == "disabled":
         fastgen.disable()
     if what == "instructions":
-        monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: True)
-    upcast: list[torch.dtype] = []
-    own = half_precision._wide
-    monkeypatch.setattr(half_precision, "_wide", lambda value: upcast.append(value) or own(value))
+        monkeypatch.setattr(choose, "instruction_set", lambda: Isa.AVX512_BF16)
+    if what == "never":
+        fastgen.enable(packed_weights="never")
+    upcast = noted(monkeypatch, half_precision, "upcast")
     with torch.set_grad_enabled(what == "gradients"), half_precision.upcast_products(torch.bfloat16):
         found = a @ b
     assert not upcast and torch.equal(found, a @ b)
@@ -65,7 +92,7 @@ def test_what_stays_torchs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_upcast_only_where_torch_is_slow(is_slow: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: not is_slow)
+    monkeypatch.setattr(choose, "instruction_set", lambda: Isa.AVX2 if is_slow else Isa.AMX)
     seen: list[torch.dtype] = []
 
     def product(a: Tensor, b: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -38,6 +40,7 @@ def test_tokens_are_the_librarys(name: str, beams: int, step: str, multiplied: l
     model, inputs = KNOWN[name].build(), KNOWN[name].make_inputs()
     check(model, inputs, {**OPTIONS, "num_beams": beams})
     assert accelerated() == 1 and captures() == (step == "always")
+    assert "experts" not in fastgen.stats()  # no product has failed
     products = 2 * model.config.num_hidden_layers
     if step == "always":  # the prefill, and steps until one is recorded
         assert products < len(multiplied) < products * OPTIONS["max_new_tokens"]
@@ -47,7 +50,7 @@ def test_tokens_are_the_librarys(name: str, beams: int, step: str, multiplied: l
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, multiplied: list[torch.dtype]) -> None:
-    model = KNOWN["mixtral"].build().to(dtype)
+    model = copy.deepcopy(KNOWN["mixtral"].build()).to(dtype)
     if choose.gemv_rows(dtype, choose.Layout.ROWS, 1) is None:
         pytest.skip("torch's products serve this type")
     found = model.generate(**KNOWN["mixtral"].make_inputs(), **OPTIONS)
@@ -68,6 +71,37 @@ def test_only_inside_a_call(multiplied: list[torch.dtype]) -> None:
     assert multiplied
 
 
+def test_a_weight_of_another_kind(multiplied: list[torch.dtype]) -> None:
+    """A subclass of tensors may have products of its own; another model's weights are not those of the call."""
+    model, inputs = copy.deepcopy(KNOWN["mixtral"].build()), KNOWN["mixtral"].make_inputs()
+
+    class Weight(torch.Tensor):
+        pass
+
+    for layer in model.model.layers:
+        own = layer.mlp.experts
+        own.gate_up_proj = torch.nn.Parameter(own.gate_up_proj.data.as_subclass(Weight))
+        own.down_proj = torch.nn.Parameter(own.down_proj.data.as_subclass(Weight))
+    other = KNOWN["qwen2-moe"].build()
+
+    def criterion(ids: torch.Tensor, scores: object) -> torch.Tensor:
+        other(ids % other.config.vocab_size)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    check(model, inputs, lambda: {**OPTIONS, "stopping_criteria": [criterion]})
+    assert not multiplied
+
+
+def test_a_failure_is_the_librarys_product(multiplied: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise RuntimeError("planted")
+
+    model, inputs = KNOWN["mixtral"].build(), KNOWN["mixtral"].make_inputs()
+    monkeypatch.setattr(experts, "expert_linear", fails)
+    check(model, inputs, OPTIONS)
+    assert accelerated() == 1 and fastgen.stats()["experts"]["fallback"]["RuntimeError: planted"]
+
+
 def test_in_slots_of_an_engine(multiplied: list[torch.dtype]) -> None:
     model, inputs = KNOWN["mixtral"].build(), KNOWN["mixtral"].make_inputs()
     rows = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
@@ -82,4 +116,4 @@ def test_in_slots_of_an_engine(multiplied: list[torch.dtype]) -> None:
 
 def test_the_hooked_function_is_there() -> None:
     module = importlib.import_module("transformers.integrations.moe")
-    assert "_grouped_mm(input, weight" in importlib.import_module("inspect").getsource(module._grouped_linear)
+    assert "_grouped_mm(input, weight" in inspect.getsource(module._grouped_linear)

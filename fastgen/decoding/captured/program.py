@@ -36,7 +36,7 @@ _running: ContextVar[bool] = ContextVar("fastgen_program", default=False)
 
 
 def is_running() -> bool:
-    """Whether this thread is inside a program: a signal handler, or a finalizer, has interrupted it."""
+    """Whether this thread is inside a program, which a signal handler or a finalizer may have interrupted."""
     return _running.get()
 
 
@@ -77,9 +77,14 @@ class Program:
 
     def replay(self) -> None:
         """Executes the program on the present contents of its memory."""
-        with torch._C._InferenceMode(True), thread_pool.for_replay(), patching.held(_running, True):
-            for call in self.calls(planned=not command_list.is_profiled()):
-                call()
+        before = _running.get()
+        _running.set(True)
+        try:
+            with torch._C._InferenceMode(True), thread_pool.for_replay():
+                for call in self.calls(planned=not command_list.is_profiled()):
+                    call()
+        finally:
+            _running.set(before)
 
     def calls(self, planned: bool) -> Sequence[Callable[[], object]]:
         """Returns the calls of the next replay: operators one by one, or with command lists of several if `planned`."""

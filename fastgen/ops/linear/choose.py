@@ -148,11 +148,6 @@ def gemv_rows(dtype: torch.dtype, layout: Layout, m: int) -> int | None:
     return max((int(most) for most, name in row if name == "gemv"), default=0)
 
 
-def is_left_to_torch(dtype: torch.dtype) -> bool:
-    """Whether torch's own kernel serves many rows of this type, whose instructions the processor then has."""
-    return name_of(dtype, Layout.ROWS, 2**20) == TORCH
-
-
 @functools.cache
 def instruction_set() -> Isa:
     """Returns what the processor has and ATEN_CPU_CAPABILITY allows; portable without compiled kernels."""

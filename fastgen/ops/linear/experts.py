@@ -1,8 +1,7 @@
 """Linear ops of a mixture of experts on the CPU: consecutive rows of x are multiplied with the weight of their expert.
 
-torch multiplies once for each expert, also for those without rows, and has no instructions for half precision on many
-processors. Here experts without rows cost nothing, and the others share the threads (csrc/cpu/gemm/experts.cpp). There
-are kernels only, and no reference.
+torch multiplies once for each expert, also for those without rows. Here experts without rows cost nothing, and the
+others share the threads (csrc/cpu/gemm/experts.cpp). There are kernels only, and no reference.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ _ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 128, 256)
 _SHAPES = ((768, 768), (3072, 768), (768, 3072))
 # Rounds of each; bytes of the weights that a round goes through, so that no cache holds them.
 _ROUNDS, _BYTES = 5, 2**25
-_FAR_FASTER = 4
+# From this M on, a kernel that is so many times slower than one that takes over from it is not measured any more.
+_MANY_ROWS, _FAR_FASTER = 8, 4
 Seconds = dict[str, float]
 
 
@@ -80,7 +81,8 @@ def measured(key: Key, isa: Isa) -> dict[int, Seconds]:
         names = [name for name in SERVE[key] if choose.serves(name, key, m, isa) and name not in beaten]
         shapes = [_shortest(names, key, m, *shape) for shape in _SHAPES]
         found[m] = {name: sum(seconds[name] for seconds in shapes) for name in names}
-        beaten |= _beaten(names, found[m])
+        if m >= _MANY_ROWS:
+            beaten |= _beaten(names, found[m])
     return found
 
 

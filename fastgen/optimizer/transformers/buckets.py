@@ -146,7 +146,7 @@ def ignores_padding(model: Any) -> bool:
 
 
 def is_decoder(part: Any) -> bool:
-    """Whether a part of a model that generates is such a decoder."""
+    """Whether a part of a model that generates is one of `DECODERS`."""
     return type(part).forward.__module__ in DECODERS
 
 

@@ -80,7 +80,7 @@ def test_a_convolution_in_half_precision(
     dimensions: int, is_multiplied: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without instructions for half precision it is computed in float32, and rounded once."""
-    monkeypatch.setattr(choose, "is_left_to_torch", lambda dtype: is_multiplied)
+    monkeypatch.setattr(choose, "instruction_set", lambda: Isa.AVX512_BF16 if is_multiplied else Isa.AVX2)
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
     layer = kind(6, 4, 3, stride=2, padding=1, padding_mode="reflect", groups=2, bias=dimensions != 2).to(dtype)
     model, x = nn.Sequential(layer), torch.randn(2, 6, *(9, 7, 5)[:dimensions]).to(dtype)

@@ -52,6 +52,13 @@ def test_has_the_bits_of_each_experts_own_product(counts: list[int], dtype: torc
         torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_an_expanded_row(dtype: torch.dtype) -> None:
+    """All experts then read rows at one address, and not as many."""
+    x, weight = torch.randn(1, 64).to(dtype).expand(7, 64), torch.randn(3, 5, 64).to(dtype)
+    assert torch.equal(_multiply(x, weight, _ends([1, 2, 4])), _multiply(x.clone(), weight, _ends([1, 2, 4])))
+
+
 def test_rows_of_no_expert_are_zeros() -> None:
     x, weight = torch.randn(6, 8), torch.randn(2, 5, 8)
     found = _multiply(x, weight, _ends([1, 3]))

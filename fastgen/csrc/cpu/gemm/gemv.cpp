@@ -62,11 +62,13 @@ struct Work {
 // Prepares the x of each GEMV, where its kernel needs that: once for consecutive GEMVs with the same x. `memory` must
 // live as long as they are multiplied.
 void prepare(std::vector<Work>& products, std::vector<std::vector<float>>& memory) {
-  const void* last = nullptr;
+  Operands<void> last{};
   for (auto& [kernel, product] : products) {
     if (kernel.prepare == nullptr) continue;
-    if (const void* x = product.x; x != last) {
-      last = x;
+    const void* x = product.x;
+    // Rows of an expanded x have one address, whichever they are.
+    if (x != last.x || product.x_stride != last.x_stride || product.rows != last.rows) {
+      last = product;
       auto& prepared = memory.emplace_back(product.rows * product.inputs);
       for (int64_t row = 0; row < product.rows; ++row) {
         const uint16_t* from = static_cast<const uint16_t*>(x) + row * product.x_stride;
