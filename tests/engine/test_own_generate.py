@@ -138,6 +138,31 @@ def test_a_part_of_the_model_generates() -> None:
     assert not threads_left()
 
 
+def test_a_part_or_a_generate_that_the_user_exchanges() -> None:
+    """A part that was exchanged is not the one whose steps the engine runs; a `generate` of the user's may draw."""
+    make_model, inputs = MODELS["blip 2 with opt"]
+    model, other = copy.deepcopy(build(make_model)), copy.deepcopy(build(make_model))
+    given = {name: value[:1] for name, value in inputs().items()}
+    with torch.no_grad():
+        for weight in other.language_model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.1)
+    with fastgen.Engine(model, slots=8) as engine:
+        assert_alone(model, [given], [engine.submit(given).result(WAIT)])
+        model.language_model = other.language_model
+        assert_alone(model, [given], [engine.submit(given).result(WAIT)])
+
+    def draws_too(*arguments: Any, **named: Any) -> Any:
+        torch.rand(3)
+        return type(model).generate(model, *arguments, **named)
+
+    model.generate = draws_too
+    options = {"do_sample": True, "temperature": 2.0}
+    with fastgen.Engine(model, slots=8) as engine:
+        result = engine.submit(given, seed=5, **options).result(WAIT)
+    torch.manual_seed(5)
+    assert torch.equal(result, model.generate(**copy.deepcopy(given), **options))
+
+
 def test_code_of_the_user_sees_its_own_request(whisper: Any) -> None:
     """One that raises fails alone."""
     banned = int(whisper.generate(**copy.deepcopy(SHORT[0]))[0, 1])
