@@ -29,6 +29,8 @@ from fastgen.decoding.modules import modules_of
 # The libraries; and packages that they call, which compute nothing of a model.
 LIBRARIES = ("torch", "transformers", "fairseq", "sentence_transformers", "peft", "accelerate", "fastgen")
 _HELPERS = ("numpy", "huggingface_hub", "packaging", "tqdm", "typing_extensions", "wrapt")
+# wrapt 2 derives its wrappers of functions from this class, wrapt 1 from `ObjectProxy`.
+_PROXY = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
 _PACKAGES = (*LIBRARIES, *_HELPERS)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 # Code whose functions are followed: what they call is watched, too. Of torch, only its modules and their functions.
@@ -102,7 +104,7 @@ def _is_own(value: Any, seen: set[int]) -> bool:
         return _place_of(value) is not None and all(_is_own(part, seen) for part in _kept(value))
     if issubclass(kind, type):
         return _is_of_package(value.__module__)
-    if issubclass(kind, wrapt.ObjectProxy):
+    if issubclass(kind, _PROXY):
         parts = [getattr(value, "_self_wrapper", None) or kind, value.__wrapped__]
         return _is_of_package(kind.__module__) and all(_is_own(part, seen) for part in parts)
     parts = list(_parts(value))

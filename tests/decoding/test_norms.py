@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import wrapt
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -167,6 +168,12 @@ def test_the_method_of_the_class_as_an_attribute_changes_nothing():
     assert norms.form_of(layer) == norms.form_of(LlamaRMSNorm(WIDTH)) is not None
 
 
+def wrapped(layer):
+    """A wrapper of the user's that equals what it wraps."""
+    layer.forward = wrapt.FunctionWrapper(layer.forward, lambda function, instance, args, kwargs: function(*args) * 2)
+    return layer
+
+
 def changed(name, value):
     layer = LlamaRMSNorm(WIDTH)
     setattr(layer, name, value)
@@ -182,6 +189,8 @@ def changed(name, value):
         changed("child", nn.Linear(2, 2)),
         changed("bias", nn.Parameter(torch.zeros(WIDTH))),
         changed("forward", lambda x: x),
+        changed("forward", wrapt.FunctionWrapper(LlamaRMSNorm(WIDTH).forward, lambda f, i, a, k: f(*a, **k) * 2)),
+        wrapped(LlamaRMSNorm(WIDTH)),
         changed("weight", nn.Parameter(torch.ones(1, WIDTH))),
         LlamaRMSNorm(WIDTH).double(),
     ],
