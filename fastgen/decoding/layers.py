@@ -44,7 +44,7 @@ HALF = (torch.float16, torch.bfloat16)
 MIN_WEIGHT = 2**18
 # The same for low-bit weights, which also take less memory, and so less time if the cache holds other data as well;
 # and for half precision without instructions for it, where torch takes much longer.
-MIN_QUANTISED = 2**16
+MIN_NARROW = 2**16
 
 
 class _User:
@@ -217,7 +217,7 @@ class FastLayers:
         precision = precision_on(weight.device)
         is_low_bit = precision != "fp32" or settings.current().self_speculation != "off"
         is_narrow = is_low_bit or is_slow(weight.dtype)
-        if weight.numel() < (min(MIN_WEIGHT, MIN_QUANTISED) if is_narrow else MIN_WEIGHT):
+        if weight.numel() < (min(MIN_WEIGHT, MIN_NARROW) if is_narrow else MIN_WEIGHT):
             return None
         if precision != "fp32":
             replacement = _quantized(module, transposed, precision)

@@ -18,7 +18,7 @@ from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.engine import adapters
-from fastgen.engine.options import least_new_tokens, options_of, own_generate
+from fastgen.engine.options import least_new_tokens, options_of, why_by_itself
 from fastgen.engine.requests import Request, is_form
 from fastgen.locks import forkable_lock
 from fastgen.optimizer.transformers import buckets, models, row_adapters, states
@@ -185,7 +185,7 @@ def pads(model: Any) -> bool:
 
 def what_shares_a_call(model: Any) -> str:
     """Says, in a sentence, which requests of a model share a static batch."""
-    reason = alone_for_model(model) or own_generate(adapters.model_inside(model))
+    reason = alone_for_model(model) or why_by_itself(adapters.model_inside(model))
     if reason is not None:
         return f"each request has a call of its own: {reason}"
     return f"requests {'' if pads(model) else 'of one length '}that agree in their options share a call"

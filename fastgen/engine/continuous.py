@@ -233,7 +233,7 @@ class ContinuousBatches:
         for request in batch:
             request.future.begun = request.future.begun or time.perf_counter()
         self._evict_if_changed()
-        if batch[0].asks_library and self.has_slots and not batch[0].is_static:
+        if batch[0].has_inner_requests and self.has_slots and not batch[0].is_static:
             self._own.begin(batch[0], self._state.changes)
             return
         is_static, self._is_for_itself = self._runs_static(batch[0]), False

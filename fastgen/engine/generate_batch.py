@@ -21,7 +21,7 @@ from fastgen.engine.calls import written
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import ROWS
 from fastgen.engine.foreground import turns
-from fastgen.engine.options import make, own_generate
+from fastgen.engine.options import make, why_by_itself
 from fastgen.engine.requests import Request
 
 _log = logging.getLogger("transformers.generation.continuous_batching")
@@ -65,7 +65,7 @@ def _unsupported(model: Any, given: dict[str, Any], config: Any, options: dict[s
         "record_timestamps": given.get("record_timestamps"),
         "persistent_manager": given.get("persistent_manager"),
         "log-probabilities": getattr(given.get("continuous_batching_config"), "return_logprobs", False),
-        "a model with a generate of its own": own_generate(model),
+        "a model with a generate of its own": why_by_itself(model),
         "a model sharded over processes": getattr(model, "_device_mesh", None) is not None,
         "a paged cache": any(str(each).startswith("paged") for each in implementations),
         "sampling: a seed gives the tokens that it gives there": is_librarys and draws,

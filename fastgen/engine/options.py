@@ -85,9 +85,9 @@ def make(
         options = {**options, "generation_config": generation_config}
     options = _own(options)
     made = Request(given, options, _index("seed", seed, _SEEDS))
-    made.alone, own = adapters.alone_for_adapters(outer), own_generate(model)
+    made.alone, own = adapters.alone_for_adapters(outer), why_by_itself(model)
     if own is not None:
-        made.asks_library = made.alone is None and _asks_library(outer, model, options, made.seed)
+        made.has_inner_requests = made.alone is None and _has_inner_requests(outer, model, options, made.seed)
         made.alone = own
     if made.alone is not None:  # its own `generate` may take any options
         return made
@@ -342,7 +342,7 @@ def positions_of(config: Any, of_source: bool = False) -> int | None:
     return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
 
 
-def own_generate(model: Any) -> str | None:
+def why_by_itself(model: Any) -> str | None:
     """Returns why a request of a model that overrides the library's `generate`, as Whisper does, has a call of its own;
     None for other models.
     """
@@ -350,7 +350,7 @@ def own_generate(model: Any) -> str | None:
     return None if _is_the_librarys(kind, "generate") else f"{kind.__name__} has a generate of its own"
 
 
-def _asks_library(outer: Any, model: Any, options: Mapping[str, Any], seed: int | None) -> bool:
+def _has_inner_requests(outer: Any, model: Any, options: Mapping[str, Any], seed: int | None) -> bool:
     """Whether calls of the library's `generate` by the model's own may run in slots."""
     changes_model = any(options.get(name) for name in _CHANGE_MODEL)
     # A seed covers all windows of a recording, whose calls draw one after the other.

@@ -84,7 +84,7 @@ class Request:
         adapter: the peft adapter that it names for itself; None for the active ones.
         prefill_group: requests with an equal value may share a prefill, whatever their lengths; None for none.
         is_static: it does not use slots any more, because it could not continue in them, or with others.
-        asks_library: its model's own `generate` calls the library's, and those calls may run in slots.
+        has_inner_requests: its model's own `generate` calls the library's, and those calls may run in slots.
         generate: the function that runs it; None for the model's `generate`.
         repeats: how often it has begun again.
         failures: how often its step has failed, or its model has changed.
@@ -106,7 +106,7 @@ class Request:
     prefill_group: Hashable = None
     adapter: str | None = None
     is_static: bool = False
-    asks_library: bool = False
+    has_inner_requests: bool = False
     generate: Callable[..., Any] | None = None
     repeats: int = 0
     failures: int = 0

@@ -41,7 +41,7 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_length, "MOST_CALLS", 0)
     # Tests share models, and what drafts gained in others, by the clock, is not for this one to know.
     monkeypatch.setattr(decoding, "_back_offs", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
+    monkeypatch.setattr(layers, "MIN_NARROW", 1)
     monkeypatch.setattr(SelfDraft, "is_prepared", False)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     fastgen.enable(assisted_sampling="fastgen")

@@ -33,7 +33,7 @@ def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, too, weights are packed in rows. Those of tiny models count."""
     if device.type != "cuda":
         monkeypatch.setattr(grouped_linear, "is_for", lambda device: True)
-    monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
+    monkeypatch.setattr(layers, "MIN_NARROW", 0)
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ def test_many_rows_have_kernels_of_fastgens(classifier: Any, monkeypatch: pytest
 def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
+    monkeypatch.setattr(layers, "MIN_NARROW", 0)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *arguments: None)
     packed = noted(monkeypatch, quantized_linear, "pack")
     model = copy.deepcopy(classifier)

@@ -59,7 +59,7 @@ class DraftWeights:
             transposed, weight = kinds.get(type(module)), module._parameters.get("weight")
             if transposed is None or weight is None or not is_plain(module, weight.dtype, self._device.type):
                 continue
-            if weight.numel() < layers.MIN_QUANTISED or not formats.has_low_bit(weight, precision):
+            if weight.numel() < layers.MIN_NARROW or not formats.has_low_bit(weight, precision):
                 continue
             found = self._weights[module] = cache.of(weight.t() if transposed else weight, self._format, weight)
             found.tell(self)

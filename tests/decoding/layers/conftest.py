@@ -47,6 +47,6 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reason = quantized_linear.unavailable("int8")
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
+    monkeypatch.setattr(layers, "MIN_NARROW", 0)
     fastgen.enable(weight_dtype="int8")
     return noted(monkeypatch, quantized_linear, "pack", lambda weight, precision, *more: precision)

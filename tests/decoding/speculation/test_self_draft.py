@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Layers of any size have a copy; the weights that are copied, in order."""
-    monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
+    monkeypatch.setattr(layers, "MIN_NARROW", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     found = noted(monkeypatch, quantized_linear, "pack", lambda weight, *form: weight)
     with torch.no_grad(), cache.call():
