@@ -25,7 +25,7 @@ from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLin
 from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
-from fastgen.ops.half_precision import is_slow
+from fastgen.ops.half_precision import HALF, is_slow
 from fastgen.ops.linear import choose
 
 # Classes of linear layers: False if their weights are [N, K], True if [K, N].
@@ -38,7 +38,6 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 # Returns another replacement for a layer, which decides at each call what to do.
 Forms = Callable[[nn.Module], Replacement | None]
 
-HALF = (torch.float16, torch.bfloat16)
 # Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's kernel costs as much as it
 # saves.
 MIN_WEIGHT = 2**18

@@ -58,8 +58,8 @@ def is_plain(
             return False
         if parameter.dtype is not dtype or parameter.device.type != device or parameter.layout != torch.strided:
             return False
-        if parameter.dim() != (dimensions if name == "weight" else 1) or (
-            name == "bias" and not parameter.is_contiguous()
-        ):
+        if parameter.dim() != (dimensions if name == "weight" else 1):
+            return False
+        if name == "bias" and not parameter.is_contiguous():
             return False
     return not parametrize.is_parametrized(module)

@@ -13,14 +13,14 @@ from torch import Tensor
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 # Elements of operands and results that are in float32 at a time: 64 MiB.
 _AT_ONCE = 2**24
 
 
 def is_slow(dtype: torch.dtype) -> bool:
     """Whether torch multiplies this type number by number on this CPU. AVX2 was measured; others are left to torch."""
-    return dtype in _HALF and choose.is_available() and choose.instruction_set() is Isa.AVX2
+    return dtype in HALF and choose.is_available() and choose.instruction_set() is Isa.AVX2
 
 
 def upcast(product: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

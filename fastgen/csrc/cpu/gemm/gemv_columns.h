@@ -3,27 +3,17 @@
 
 // The numbers of such a weight, in their order; x is float32.
 struct Float32Columns : Float32 {
-  static FASTGEN_INLINE Vector load_outputs(const float* weight) { return *reinterpret_cast<const Vector*>(weight); }
+  static FASTGEN_INLINE Vector load_outputs(const float* weight) { return load_weight(weight, 0); }
 };
 
-struct BFloat16Columns {
-  using Number = uint16_t;
-  static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::to_float(number); }
-  static FASTGEN_INLINE uint16_t downcast(float number) { return fastgen::to_bfloat16(number); }
+struct BFloat16Columns : BFloat16 {
   static FASTGEN_INLINE Vector load_outputs(const uint16_t* weight) {
     return (Vector)(__builtin_convertvector(*reinterpret_cast<const FewWords*>(weight), Bits) << 16);
   }
 };
 
-struct Float16Columns {
-  using Number = uint16_t;
-  static FASTGEN_INLINE float upcast(uint16_t number) { return fastgen::float16_to_float(number); }
-  static FASTGEN_INLINE uint16_t downcast(float number) { return fastgen::to_float16(number); }
-  static FASTGEN_INLINE Vector load_outputs(const uint16_t* weight) {
-    Vector numbers;
-    load_float16(numbers, weight);
-    return numbers;
-  }
+struct Float16Columns : Float16 {
+  static FASTGEN_INLINE Vector load_outputs(const uint16_t* weight) { return load_weight(weight, 0); }
 };
 
 template <class Type>

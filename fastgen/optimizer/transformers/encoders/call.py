@@ -23,8 +23,8 @@ from torch import Tensor
 from fastgen import counters, interrupts, patching, releases, settings
 from fastgen.decoding import host_memory, library_code, torch_functions
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
-from fastgen.decoding.layers import HALF
 from fastgen.ops._library import warn_if_missing
+from fastgen.ops.half_precision import HALF
 from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
