@@ -267,7 +267,10 @@ def _attempted(
             _report(model, failed)
         return result
     with host_memory.kept(model.device):
-        return _accelerated(wrapped, attempt)
+        result = _accelerated(wrapped, attempt)
+    if attempt.call.draft is not None:
+        releases.record_past_of(result)
+    return result
 
 
 def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:
