@@ -41,7 +41,7 @@ OTHERS = [
              "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 512}),
     _decoder("falcon", "Falcon", {**HIDDEN, "multi_query": True}),
     _decoder("falcon-alibi", "Falcon", {**HIDDEN, "alibi": True, "multi_query": False}),
-    _decoder("mpt", "Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
+    _decoder("mpt", "Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512, "use_cache": True}),
     _decoder("xglm", "XGLM", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
     _decoder("biogpt", "BioGpt", HIDDEN),
     Family("ctrl", "CTRLLMHeadModel", _W, {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),

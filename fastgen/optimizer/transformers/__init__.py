@@ -23,6 +23,7 @@ def patches() -> list[Patch]:
         *_processors(),
         *_prophetnet(),
         *_bark(),
+        *_key_positions(),
         *_latents(),
         *_experts(),
         *_encoders(),
@@ -104,6 +105,16 @@ def _prophetnet() -> list[Patch]:
 def _bark() -> list[Patch]:
     attends = takes("self query key value attention_mask", uses="is_causal bias head_dim attn_dropout")
     return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "bark:attend", attends)]
+
+
+def _key_positions() -> list[Patch]:
+    step, cache = "captured.key_positions", releases.TAKES_CACHE
+    attends = takes("self query key value attention_mask", uses="bias")
+    forward = has(f"hidden_states position_bias {cache} attention_mask")
+    return [
+        _hook("models.gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention._attn", f"{step}:attend_gpt_neo", attends),
+        _hook("models.mpt.modeling_mpt", "MptAttention.forward", f"{step}:attend_mpt", forward),
+    ]
 
 
 def _experts() -> list[Patch]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fastgen.decoding import library_code
+
 # The library does not run these with a static cache, because they read its length on the host, or because nobody has
 # checked them yet. In a captured step the host knows the length (`SymbolicLength`). Any other model that the library
-# excludes may compute positions from the number of keys, which is the buffers' capacity: GPT-Neo does.
+# excludes may compute positions from the number of keys, which is the buffers' capacity:
+# GPT-Neo would without its hook (captured/key_positions.py).
 CAPTURABLE = frozenset(
     f"transformers.models.{name}"
     for name in (
@@ -60,3 +65,20 @@ CAPTURABLE = frozenset(
         "xlm_roberta.modeling_xlm_roberta.XLMRobertaForCausalLM",
     )
 )
+GPT_NEO = "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM"
+MPT = "transformers.models.mpt.modeling_mpt.MptForCausalLM"
+# Those that need the hooks of captured/prophetnet.py and captured/key_positions.py, and one of these.
+WITH_HOOKS = {
+    "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration": (
+        "ProphetNetNgramSelfAttention.forward"
+    ),
+    GPT_NEO: "GPTNeoSelfAttention._attn",
+    MPT: "MptAttention.forward",
+}
+
+
+def class_of(model: Any) -> str:
+    """Returns the name of a model's class; for a subclass that runs a library class's code, the name of the latter."""
+    own: type = type(model)
+    kind = next(filter(library_code.is_own, own.__mro__), own)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -18,6 +18,7 @@ from fastgen.optimizer.transformers import states as states_of_layers
 from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured.key_positions import most_positions, windows
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
 from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
@@ -262,8 +263,8 @@ def prefilled(
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
     starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
     # These models raise an error when they have no position left, which a captured step cannot.
-    follows, table = getattr(config, "target_follows_source", False), getattr(model, "position_embeds_layer", None)
-    exceeds_table = table is not None and cached + limit - length - 1 > table.num_embeddings  # Bark's
+    follows, most = getattr(config, "target_follows_source", False), most_positions(model)
+    exceeds_table = most is not None and cached + limit - length - 1 > most
     if exceeds_table or (follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings):
         raise CannotBeCaptured("more positions than the model has")
     if books != PLAIN:
@@ -284,7 +285,7 @@ def prefilled(
         states=[layer.prompt_states() for layer in with_states],
         forms=forms_of(call.store.cache) if with_states else (),
     )
-    return prompt, [layer.window for layer in own]
+    return prompt, windows(model, [layer.window for layer in own])
 
 
 def _without_last_unused(layers: list[SharedLayer]) -> list[SharedLayer]:
