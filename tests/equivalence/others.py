@@ -68,6 +68,7 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
     "partial_rotary_factor": 1 / 3, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_DECODES = {"is_decoder": True}
 _LATER = [
     _decoder("deepseek-v2", "DeepseekV2", {**_MLA, "v_head_dim": 6, "first_k_dense_replace": 1}),
     _decoder("glm4-moe-lite", "Glm4MoeLite", {**_DEEPSEEK, "v_head_dim": 12, "mlp_layer_types": ["dense", "sparse"]}),
@@ -75,9 +76,12 @@ _LATER = [
     _decoder("longcat-flash", "LongcatFlash", {**_MLA, "num_layers": 1, "ffn_hidden_size": 64, "expert_ffn_size": 16,
              "zero_expert_num": 2, "moe_topk": 2, "head_dim": 4}),
     _decoder("youtu", "Youtu", {**_MLA, "q_lora_rank": None}),
+    *(_decoder(prefix.lower(), prefix, {**HIDDEN, **_DECODES}) for prefix in (
+        "Data2VecText", "Ernie", "MegatronBert", "RobertaPreLayerNorm", "XLMRobertaXL")),
+    _decoder("aria", "AriaText", {**LLAMA, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
     _decoder("mistral4", "Mistral4", {**_DEEPSEEK, "rope_parameters": _YARN}),
 ]  # fmt: skip
-# Not in every tested release: models with multi-head latent attention.
+# Not in every tested release, or not of interest in each: models with multi-head latent attention, relatives of BERT.
 LATER = [family for family in _LATER if hasattr(transformers, family.model_class)]
 KNOWN = {family.name: family for family in (*FAMILIES, *OTHERS, *LATER)}
 

@@ -21,7 +21,7 @@ from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.optimizer.transformers import codebooks, states
-from fastgen.optimizer.transformers.capturable import CAPTURABLE, WITH_HOOKS, class_of
+from fastgen.optimizer.transformers.capturable import CAPTURABLE, KOSMOS2, WITH_HOOKS, class_of
 from fastgen.releases import Usual
 
 # Rotary embeddings of these types have frequencies that depend on the longest row of the batch.
@@ -66,9 +66,11 @@ STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 # token, the positions of a verify would differ from those of single steps.
 _COUNTING = frozenset(
     """
-    BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM ElectraForCausalLM RobertaForCausalLM
-    SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
-    Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM XLMRobertaForCausalLM
+    BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
+    Kosmos2TextForCausalLM MegatronBertForCausalLM RobertaForCausalLM
+    RobertaPreLayerNormForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText
+    SeamlessM4Tv2ForTextToText Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM
+    XLMRobertaForCausalLM XLMRobertaXLForCausalLM
     """.split()
 )
 _FALCON = "transformers.models.falcon.modeling_falcon.FalconForCausalLM"
@@ -87,6 +89,7 @@ _SOURCE_WITHOUT_MASK = frozenset(
 # and MusicGen turns its audio prompt into tokens first.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
+    KOSMOS2: ("image_embeds", "image_embeds_position_mask"),
     "transformers.models.udop.modeling_udop.UdopForConditionalGeneration": ("bbox", "visual_bbox"),
     "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
         "feature_attention_mask",
@@ -407,11 +410,11 @@ def hands_on_more(model: Any) -> bool:
 
 
 def reads_mask_of_tokens(model: Any) -> bool:
-    """Whether the model computes positions of keys from a mask with one row a sequence, of all positions of the cache.
+    """Whether the model's steps need a mask with one row a sequence, of all positions of the cache.
 
-    BLOOM makes that mask itself.
+    Falcon computes its bias from it, and Kosmos-2 takes no other. BLOOM makes that mask itself.
     """
-    return class_of(model) == _FALCON and bool(model.config.alibi)
+    return class_of(model) == KOSMOS2 or (class_of(model) == _FALCON and bool(model.config.alibi))
 
 
 def type_of_generated(model: Any) -> int | None:
