@@ -118,7 +118,18 @@ def _key_positions() -> list[Patch]:
 
 
 def _experts() -> list[Patch]:
-    return [_hook("integrations.moe", "_grouped_mm", "experts:grouped_mm", has("input weight offs"))]
+    chooses = takes(
+        "self hidden_states top_k_index top_k_weights", uses="gate_up_proj down_proj act_fn num_routed_experts"
+    )
+    return [
+        _hook("integrations.moe", "_grouped_mm", "experts:grouped_mm", has("input weight offs")),
+        _hook(
+            "models.longcat_flash.modeling_longcat_flash",
+            "LongcatFlashExperts.forward",
+            "experts:longcat_flash",
+            chooses,
+        ),
+    ]
 
 
 def _latents() -> list[Patch]:
