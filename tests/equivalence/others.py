@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from tests.equivalence.models import BART, FAMILIES, GPT2, HIDDEN, LLAMA, PAD, Family, Weights
+from tests.equivalence.models import BART, FAMILIES, GPT2, HIDDEN, LLAMA, PAD, VOCABULARY, Family, Weights
 
 _SEQ2SEQ = {name: value for name, value in BART.items() if name != "forced_eos_token_id"}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
@@ -76,6 +76,7 @@ _LATER = [
     _decoder("longcat-flash", "LongcatFlash", {**_MLA, "num_layers": 1, "ffn_hidden_size": 64, "expert_ffn_size": 16,
              "zero_expert_num": 2, "moe_topk": 2, "head_dim": 4}),
     _decoder("youtu", "Youtu", {**_MLA, "q_lora_rank": None}),
+    _decoder("fuyu", "Fuyu", {**HIDDEN, "text_config": {**HIDDEN, "vocab_size": VOCABULARY}, "patch_size": 4}),
     *(_decoder(prefix.lower(), prefix, {**HIDDEN, **_DECODES}) for prefix in (
         "Data2VecText", "Ernie", "MegatronBert", "RobertaPreLayerNorm", "XLMRobertaXL")),
     _decoder("aria", "AriaText", {**LLAMA, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
