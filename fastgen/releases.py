@@ -38,9 +38,10 @@ OTHER_MODELS = frozenset(
     """
     BertLMHeadModel BioGptForCausalLM CTRLLMHeadModel CodeGenForCausalLM CohereForCausalLM DeepseekV3ForCausalLM
     FSMTForConditionalGeneration FalconForCausalLM GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM
-    Gemma3ForCausalLM GraniteForCausalLM LongT5ForConditionalGeneration MvpForConditionalGeneration Olmo2ForCausalLM
-    PLBartForConditionalGeneration PegasusXForConditionalGeneration Phi3ForCausalLM Qwen2MoeForCausalLM
-    StableLmForCausalLM Starcoder2ForCausalLM SwitchTransformersForConditionalGeneration XGLMForCausalLM
+    Gemma3ForCausalLM GraniteForCausalLM LongT5ForConditionalGeneration MptForCausalLM MvpForConditionalGeneration
+    Olmo2ForCausalLM PLBartForConditionalGeneration PegasusXForConditionalGeneration Phi3ForCausalLM
+    Qwen2MoeForCausalLM StableLmForCausalLM Starcoder2ForCausalLM SwitchTransformersForConditionalGeneration
+    XGLMForCausalLM
     """.split()
 )
 
