@@ -15,9 +15,8 @@ import sys
 import tempfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import filelock
@@ -28,6 +27,8 @@ from hypothesis import settings
 from tests import near_ties
 
 ROOT = Path(__file__).parents[1]
+# Their tests run whole models.
+_SLOW_FOLDERS = ("engine", "equivalence", "serve")
 _NEAR_TIE = "near-tie"
 
 # A shared or cold machine makes any single case slow; that is not a failure. Every run tries the same cases; others are
@@ -80,51 +81,59 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a function that is `sampled(n)`, one case in n stays; `make test-long` runs the others.
+    """Of grids of parameters, `make test` runs a few cases; `make test-long` runs the rest.
 
-    With `sampled(n, each=NAMES)`, each value of these parameters stays, in as few cases as that takes, if they are
-    more. In place of a name, a group of names stands for each combination of their values. A case whose parameters
-    `skips` is true of counts for nothing, as it would be skipped. Which ones is drawn by their names, so that every run
-    and every process draws the same. A case named on the command line runs.
+    That holds for tests that generate, which are slow, and for those that are `sampled`:
+
+    - By default a few cases run that have each value of each parameter among them. Names that one `parametrize` gives
+      together are one parameter.
+    - With `sampled(n)`, one case in n runs: with `sampled(1)` the whole grid.
+    - A case of whose parameters `sampled(skips=...)` is true counts for nothing, as it would be skipped.
+
+    Names of cases decide which of them run, so every run and every process has the same ones. A case named on the
+    command line runs.
     """
     if any("[" in argument for argument in config.args):
         return
-    cases: dict[str, list[pytest.Item]] = {}
+    grids: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in cases.values():
-        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        marker = found[0].get_closest_marker("sampled")
-        (one_in,) = marker.args
-        skips = marker.kwargs.get("skips", lambda given: False)
-        run = [item for item in found if not skips(_parameters(item))]
-        stay = _with_each_value(run, marker.kwargs.get("each", ()))
-        more = [item for item in run[::one_in] if item not in stay]
-        stay.update(more[: max(0, -(-len(run) // one_in) - len(stay))])
-        for item in found:
-            if item not in stay:
-                item.add_marker("long")
+        is_slow = item.path.relative_to(ROOT).parts[1] in _SLOW_FOLDERS
+        if hasattr(item, "callspec") and (is_slow or item.get_closest_marker("sampled")):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        marker = cases[0].get_closest_marker("sampled")
+        skips = marker.kwargs.get("skips") if marker else None
+        run = [case for case in cases if _runs(case) and not (skips and skips(case.callspec.params))]
+        run.sort(key=lambda case: zlib.crc32(case.name.encode()))
+        stay = set(run[:: marker.args[0]] if marker and marker.args else _with_each_value(run))
+        for case in run if skips is None else cases:
+            if case not in stay:
+                case.add_marker("long")
 
 
-def _parameters(item: pytest.Item) -> dict[str, Any]:
-    return item.callspec.params if hasattr(item, "callspec") else {}
+def _runs(case: pytest.Item) -> bool:
+    is_left_out = case.get_closest_marker("long") or case.get_closest_marker("skip")
+    return not is_left_out and not any(mark.args and mark.args[0] is True for mark in case.iter_markers("skipif"))
 
 
-def _with_each_value(cases: list[pytest.Item], names: Sequence[str | tuple[str, ...]]) -> set[pytest.Item]:
-    """A few cases that have every value of these parameters among them: always the one with most that are missing."""
-    groups = [(name,) if isinstance(name, str) else name for name in names]
-    values = {}
-    for item in cases:
-        given = _parameters(item)
-        found = [tuple((name, repr(given[name])) for name in group if name in given) for group in groups]
-        values[item] = {value for value in found if value}
-    missing, chosen = set[tuple[tuple[str, str], ...]]().union(*values.values()), set[pytest.Item]()
+def _with_each_value(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """A few cases that have every value of every parameter among them: always the one with most that are missing."""
+    values = {case: _values(case) for case in cases}
+    missing, chosen = set[frozenset[tuple[str, int]]]().union(*values.values()), []
     while missing:
-        best = max(cases, key=lambda item: len(values[item] & missing))
-        chosen.add(best)
+        best = max(cases, key=lambda case: len(values[case] & missing))
+        chosen.append(best)
         missing -= values[best]
     return chosen
+
+
+def _values(case: pytest.Item) -> set[frozenset[tuple[str, int]]]:
+    """Of each parameter of a case, or of those that one `parametrize` gives together, which object it is."""
+    given = case.callspec.params
+    together = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    groups = [names.replace(",", " ").split() if isinstance(names, str) else names for names in together]
+    groups += [[name] for name in given if not any(name in names for names in groups)]
+    return {frozenset((name, id(given[name])) for name in names if name in given) for names in groups}
 
 
 def pytest_collectstart() -> None:

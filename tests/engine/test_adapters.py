@@ -32,7 +32,6 @@ def assert_as_alone(model: Any, requests: list[Request]) -> None:
         assert torch.equal(request.future.result(0), expected)
 
 
-@pytest.mark.sampled(8, each=("name", "kind"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)

@@ -56,7 +56,6 @@ def drafts_as_alone(model: Any, prompts: list[Any], at_once: int = 1, **options:
     return executor
 
 
-@pytest.mark.sampled(3, each=("name", "options"))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("name", MODELS.split())
 def test_tokens_are_those_without_drafts(name: str, options: dict[str, Any]) -> None:

@@ -36,7 +36,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(4, each=("model", "options"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_in_batches(model: Any, options: dict[str, Any]) -> None:
     with fastgen.Engine(model) as engine:
@@ -142,7 +141,6 @@ def test_prompt_lookup_and_other_modes(llama: Any) -> None:
             assert_alone(llama, PROMPTS[:3], engine.generate(PROMPTS[:3], **options), **options)
 
 
-@pytest.mark.sampled(2, each=("name", "options"))
 @pytest.mark.parametrize("name", ["whisper", "led", "prophetnet", "bloom", "mixtral", "mistral-short-window"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_other_models(name: str, options: dict[str, Any]) -> None:

@@ -99,7 +99,6 @@ def check(
     return requests
 
 
-@pytest.mark.sampled(6, each=("name", "options"))
 @pytest.mark.parametrize("captured_step", ["auto", "always"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES_AND_CONV1D)

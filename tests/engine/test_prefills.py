@@ -136,7 +136,6 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted(monkeypatch, Slots, "admit", lambda step, decoding, kind, entering, *rest: len(entering))
 
 
-@pytest.mark.sampled(2, each=(("one", "other"), "model"))
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -53,7 +53,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(6, each=("name", "options"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MUST)
 def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:
@@ -185,7 +184,6 @@ DIFFERENT: list[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(2, each=(("options", "captured"), ("model", "captured")))
 @both_kinds
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("options", DIFFERENT, ids=map(str, range(len(DIFFERENT))))
@@ -226,7 +224,6 @@ RETURNED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2, each=("model", "options"))
 @both_kinds
 @pytest.mark.parametrize("options", RETURNED, ids=map(str, range(len(RETURNED))))
 def test_what_is_returned_beside_the_sequences(model: Any, options: dict[str, Any]) -> None:
@@ -390,7 +387,6 @@ def test_a_program_for_fewer_places_has_to_pay(llama: Any, monkeypatch: pytest.M
     assert Ledger.of(llama).specializing >= 1000 and len(made) <= 2, made
 
 
-@pytest.mark.sampled(2, each=("model", "options"))
 @both_kinds
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_a_budget_of_memory(model: Any, options: dict[str, Any]) -> None:

@@ -37,7 +37,6 @@ from tests.engine.conftest import (
 from tests.equivalence.models import BY_NAME
 
 
-@pytest.mark.sampled(2, each=("name", "seed"))
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["mistral-short-window", "gemma2", "gpt-oss"])
 def test_beyond_a_sliding_window(name: str, seed: int) -> None:

@@ -45,7 +45,6 @@ def test_states_count_once_for_each_row(name: str) -> None:
     assert _peak(model, max_new_tokens=4, rows=3) == (prompt + 3 * 2) * position + 3 * states
 
 
-@pytest.mark.sampled(2, each=("name", "options"))
 @each_kind
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_a_budget_of_memory(name: str, options: dict[str, Any]) -> None:

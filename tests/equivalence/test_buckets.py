@@ -47,7 +47,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.sampled(4, each=("family", "decoding"))
 @pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.inputs == "text"], ids=str)
 def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tuple[int, int]]) -> None:

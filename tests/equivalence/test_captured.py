@@ -63,7 +63,6 @@ TRIED = [(FAMILIES[place], name) for place in (0, 3) for name in OPTIONS]
 TRIED += [(FAMILIES[place], name) for place in (1, 2) for name in ("greedy", "beams with processors")]
 
 
-@pytest.mark.sampled(4, each=("family", "name"))
 @pytest.mark.parametrize(("family", "name"), TRIED, ids=str)
 def test_same_tokens(family: Family, name: str, device: torch.device, replays: list[None]) -> None:
     """With a graph that is captured, and with one that is kept."""

@@ -23,7 +23,6 @@ CRITERIA: dict[str, Callable[[bool], Any]] = {
 }
 
 
-@pytest.mark.sampled(2, each=("family", "name"))
 @two
 @pytest.mark.parametrize("name", CRITERIA)
 def test_stopping_criteria(family: Family, name: str, device: torch.device) -> None:

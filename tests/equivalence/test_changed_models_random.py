@@ -405,7 +405,7 @@ REPLACED = [
 ]
 
 
-@pytest.mark.sampled(2, each=("owner",))
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("owner", "name"), REPLACED)
 def test_each_function(owner: Any, name: str) -> None:
     """Replaced before anything ran, and once a step is captured, which then does not serve; and restored again."""

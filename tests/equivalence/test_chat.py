@@ -29,7 +29,6 @@ needs_order = pytest.mark.skipif(not releases.streams_behind_criteria(), reason=
 
 pytestmark = [
     pytest.mark.usefixtures("way"),
-    pytest.mark.sampled(4, each=("way", "name", "options", "streams", "at", "after", "error", "filled")),
 ]
 
 

@@ -36,7 +36,7 @@ DECODINGS = {
 }
 greedy_and_beam = pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(8, each=("family", "decoding"))]
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @pytest.fixture

@@ -88,7 +88,6 @@ def without_memory(monkeypatch: Patch) -> Iterator[list[None]]:
         yield tried
 
 
-@pytest.mark.sampled(2, each=("family", "way"))
 @every
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_inputs_leave(family: Family, way: dict[str, Any], computed: list[int]) -> None:

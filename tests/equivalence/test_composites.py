@@ -21,7 +21,6 @@ MAKES_MASKS = hasattr(modeling_blip_text, "create_causal_mask")
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.mark.sampled(4, each=("name", "decoding"))
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("name", MODELS)
 def test_models_made_of_two(name: str, decoding: str) -> None:
@@ -30,7 +29,7 @@ def test_models_made_of_two(name: str, decoding: str) -> None:
     assert accelerated() == 1
 
 
-@pytest.mark.sampled(4, each=(("name", "way"), ("decoding", "way")), skips=draws_others)
+@pytest.mark.sampled(skips=draws_others)
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("name", MODELS)
 def test_their_steps_are_captured(name: str, decoding: str, way: str) -> None:

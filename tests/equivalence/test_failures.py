@@ -83,7 +83,6 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled(8, each=("family", "place", "decoding"))
 @any_decoding
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.replace(" ", "-"))
 @every

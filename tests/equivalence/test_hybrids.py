@@ -34,7 +34,6 @@ KINDS = [name for name in ("qwen3.5", "lfm2", "granite-hybrid", "falcon-h1", "ma
 
 pytestmark = [
     pytest.mark.skipif(not releases.keeps_states_in_cache(), reason="states are kept elsewhere"),
-    pytest.mark.sampled(2, each=("name", "options", "captured_step", "at")),
 ]
 each_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -49,7 +48,6 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[None
 # ---- all of them
 
 
-@pytest.mark.sampled(6, each=("family", "decoding"))
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("decoding", DECODING)
 @pytest.mark.parametrize("family", HYBRIDS, ids=str)
@@ -59,7 +57,6 @@ def test_hooks(family: Family, decoding: str) -> None:
     assert accelerated() == 1
 
 
-@pytest.mark.sampled(6, each=("family", "decoding"))
 @pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("decoding", DECODING)
 @pytest.mark.parametrize("family", HYBRIDS, ids=str)
@@ -228,7 +225,6 @@ def test_a_call_that_fails_leaves_a_cache_as_it_was(name: str, at: int, monkeypa
     assert_repeated(call, monkeypatch, GrowingKV, "extend", at)
 
 
-@pytest.mark.sampled(4, each=("name", "options", "at"))
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 @pytest.mark.parametrize("options", [{}, {"max_time": 1e6}], ids=["in one piece", "with a criterion"])
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "mamba2"])

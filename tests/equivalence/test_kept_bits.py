@@ -71,7 +71,6 @@ def floats(used: list[bool]) -> Iterator[list[bool]]:  # noqa: F811
     assert used and all(used)
 
 
-@pytest.mark.sampled(8, each=("types", "name", "captured_step"))
 @pytest.mark.parametrize("captured_step", ["always", "never"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("types", [*((kind.name,) for kind in BLOCK_TYPES.values()), ("Q4_K", "Q6_K")], ids="-".join)

@@ -20,9 +20,7 @@ from tests.equivalence.test_failures import break_
 
 pytestmark = [
     pytest.mark.usefixtures("way"),
-    pytest.mark.sampled(
-        6, each=(("way", "name"), ("way", "decoding"), ("way", "options"), "given"), skips=draws_others
-    ),
+    pytest.mark.sampled(skips=draws_others),
 ]
 
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
@@ -55,7 +53,7 @@ def test_text(name: str, decoding: str, way: str) -> None:
     _assert_captured(2)
 
 
-@pytest.mark.sampled(16, each=(("way", "name"), ("counts", "decoding")), skips=draws_others)
+@pytest.mark.sampled(skips=draws_others)
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", [name for name in PICTURES if name in CAPTURED])

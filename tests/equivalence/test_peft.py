@@ -74,7 +74,6 @@ def tokens(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
     return near_ties.check(run).tolist()
 
 
-@pytest.mark.sampled(8, each=("name", "kind", "captured_step"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCALED)
 def test_adapters_in_turn_switched_off_and_merged(name: str, kind: str, captured_step: str) -> None:

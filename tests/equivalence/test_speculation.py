@@ -189,7 +189,6 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6, each=("name", "options"))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_options(name: str, options: dict[str, Any], any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:

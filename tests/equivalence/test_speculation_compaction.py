@@ -83,7 +83,6 @@ BANS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 OTHER_PROCESSORS = {"min_new_tokens": 4, "bad_words_ids": [[7], [12, 13]], "forced_eos_token_id": 5}
 
 
-@pytest.mark.sampled(6, each=("more",))
 @pytest.mark.parametrize("more", [{**BANS, **OTHER_PROCESSORS}, {"max_new_tokens": 300}], ids=["processors", "growth"])
 @pytest.mark.parametrize("draft", ["int8", "lookup"])
 def test_options(more: dict[str, Any], draft: str, at_once: None, any_lengths: None) -> None:

@@ -21,11 +21,7 @@ from tests.equivalence.models import BY_NAME, LONG
 from tests.equivalence.others import KNOWN
 from tests.noting import noted
 
-pytestmark = pytest.mark.sampled(
-    4,
-    each=("way", "name", "options", "length", "first", "more", "knows_model", "filled"),
-    skips=draws_others,
-)
+pytestmark = pytest.mark.sampled(skips=draws_others)
 
 BEYOND = "more positions than the sliding window"
 FAMILIES = {**BY_NAME, **KNOWN}

@@ -81,7 +81,7 @@ def allocated(work: Callable[[], None], device: torch.device) -> int:
     return most
 
 
-@pytest.mark.sampled(2, each=("make",))
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "rows", "width", "options"),
     [

@@ -216,7 +216,7 @@ def test_gradients_of_the_bias_alone(layout: str, monkeypatch: pytest.MonkeyPatc
 # ---- the layout for GPUs
 
 
-@pytest.mark.sampled(3, each=("form", "inputs"))
+@pytest.mark.sampled()
 @WEIGHTS
 def test_activations_stay_floats_on_a_gpu(inputs, group_size, form, bits, dtype, monkeypatch):
     monkeypatch.setattr(lines, "is_for", lambda device: True)

@@ -115,7 +115,7 @@ def step(kv: FixedKV, rows: int, device: torch.device, width: int = 1, spelled_o
     return query, keys, values, attend(query, *kv.write(keys, values), spelled_out)
 
 
-@pytest.mark.sampled(9, each=("at_end", "each_backend", "reorders", ("width", "inputs", "spelled_out")))
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("reorders", [False, True])
 @pytest.mark.parametrize("spelled_out", [False, True])
 @pytest.mark.parametrize(("width", "inputs"), [(1, BATCH), (1, 1), (2, BATCH), (3, BATCH)])

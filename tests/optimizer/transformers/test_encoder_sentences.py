@@ -117,7 +117,7 @@ def _counted() -> tuple[int, list[str]]:
     return sum(entry["accelerated"] for entry in entries), [why for each in entries for why in each.get("not used", {})]
 
 
-@pytest.mark.sampled(2, each=("architecture", "side", "include_prompt"))
+@pytest.mark.sampled()
 @pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("architecture", ["Bert", "DebertaV2", "ModernBert"])
