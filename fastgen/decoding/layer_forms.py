@@ -1,7 +1,7 @@
 """The forms of layers while a model generates: each replaces the `forward` of one layer.
 
 A call does not use a quantised copy made before it began, even one of a call that still runs in another thread, unless
-the user asks for it (`packed_weights="keep"`). `fastgen.decoding.weights` holds the copies.
+the user asks for it (`packed_weights="keep"`). `fastgen.decoding.derived_weights` holds the copies.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import counters, interrupts, patching
+from fastgen.decoding import derived_weights
 from fastgen.decoding.modules import is_plain
-from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose
 
 _plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=False)
@@ -177,13 +177,13 @@ class QuantizedLinear(_LinearForm):
 
     __slots__ = ("_since", "_transposed", "_weight", "form", "used")
 
-    def __init__(self, module: nn.Module, transposed: bool, form: cache.Format) -> None:
+    def __init__(self, module: nn.Module, transposed: bool, form: derived_weights.Format) -> None:
         super().__init__(module)
         self.form = form
         self.used = False
         self._transposed = transposed
-        self._since = cache.now()  # an older copy, which a draft has made, is not used
-        self._weight: cache.DerivedWeight | None = None
+        self._since = derived_weights.now()  # an older copy, which a draft has made, is not used
+        self._weight: derived_weights.DerivedWeight | None = None
 
     def _is_exact(self) -> bool:
         return False
@@ -196,7 +196,7 @@ class QuantizedLinear(_LinearForm):
 
     def begin_call(self) -> None:
         """Invalidates copies that were made before. Products that are running are not disturbed."""
-        self._since = cache.now()
+        self._since = derived_weights.now()
 
     def end_call(self) -> None:
         """Forgets the weight, unless it has a copy that the user wants to outlive the call."""
@@ -214,9 +214,11 @@ class QuantizedLinear(_LinearForm):
             if not is_plain(self._module, self._dtype, self._device):
                 self._weight = None
                 return None
-            weight = self._weight = cache.of(parameter.t() if self._transposed else parameter, self.form, parameter)
+            weight = self._weight = derived_weights.of(
+                parameter.t() if self._transposed else parameter, self.form, parameter
+            )
         if x.shape[-1] != parameter.shape[0 if self._transposed else 1]:
             return None  # torch raises an error for an input of the wrong size
         copy = weight.required(self._since)
         self.used = True
-        return formats.multiply_low_bit(x, copy, parameters["bias"])
+        return derived_weights.multiply_low_bit(x, copy, parameters["bias"])

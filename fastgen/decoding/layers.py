@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
-from fastgen.decoding import half_precision, library_code, norms
+from fastgen.decoding import derived_weights, half_precision, library_code, norms
 from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
 from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
-from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops.half_precision import HALF, is_slow
 from fastgen.ops.linear import choose
@@ -245,9 +244,9 @@ class FastLayers:
 def precision_on(device: torch.device) -> str:
     """Returns the requested precision of quantised copies, if there are kernels for it on this device, else "fp32"."""
     wanted = settings.current().weight_dtype
-    if wanted == "fp32" or not formats.is_for(device):
+    if wanted == "fp32" or not derived_weights.is_for(device):
         return "fp32"
-    reason = formats.unavailable(wanted, device)
+    reason = derived_weights.unavailable(wanted, device)
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
@@ -257,9 +256,9 @@ def precision_on(device: torch.device) -> str:
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
     """Returns the form of a layer with a low-bit weight, or None. Weights in groups serve half precision, too."""
     weight = weight_of(module)
-    if not formats.has_low_bit(weight, precision) or not is_plain(module, weight.dtype, weight.device.type):
+    if not derived_weights.has_low_bit(weight, precision) or not is_plain(module, weight.dtype, weight.device.type):
         return None
-    return QuantizedLinear(module, transposed, formats.low_bit(precision, settings.current().weight_group_size))
+    return QuantizedLinear(module, transposed, derived_weights.low_bit(precision, settings.current().weight_group_size))
 
 
 caches.register(FastLayers.drop_kept)

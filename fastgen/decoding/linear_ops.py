@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fastgen import settings
+from fastgen.decoding import derived_weights
 from fastgen.decoding.operations import PRODUCTS, Operation, TensorRef
 from fastgen.decoding.panel_ops import PanelOp, PanelOps, has_panels
-from fastgen.decoding.weights import cache, formats
 from fastgen.ops.linear import choose, grouped
 from fastgen.ops.linear.choose import GEMM, Kernel
 
@@ -71,7 +71,7 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
     if op is None or not isinstance(ref, TensorRef) or ref.storage in written or not has_panels(x, weight, bias):
         return op
     # GEMM has the same bits as panels, so it replaces them while there is no copy.
-    return PanelOp(op._replace(kernel=GEMM), result, x, cache.of(weight, formats.PANELS), bias)
+    return PanelOp(op._replace(kernel=GEMM), result, x, derived_weights.of(weight, derived_weights.PANELS), bias)
 
 
 def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOp | None:

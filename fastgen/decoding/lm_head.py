@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import settings
-from fastgen.decoding import linear_ops
-from fastgen.decoding.weights import cache, formats
+from fastgen.decoding import derived_weights, linear_ops
 from fastgen.ops import approximate_logits
 from fastgen.ops.linear import as_rows, choose, grouped
 from fastgen.ops.linear.choose import Kernel
@@ -43,7 +42,7 @@ class GreedyHead:
         # With a copy, logits have the bits of GEMV, and a result must not depend on whether there is a copy.
         may_have_copy = _may_have_copy(x, weight, bias)
         self._multiply = _product(logits, x, weight, bias, choose.GEMV if may_have_copy else None)
-        self._weight = cache.of(weight, formats.LM_HEAD) if may_have_copy else None
+        self._weight = derived_weights.of(weight, derived_weights.LM_HEAD) if may_have_copy else None
         self._copy: approximate_logits.ApproximateHead | None = None  # the copy whose logits wait for `find`
         self._computed, self._steps = 0.0, 0
 
@@ -112,7 +111,7 @@ class DraftHead:
     """
 
     def __init__(
-        self, module: nn.Module, weight: cache.DerivedWeight, copy: approximate_logits.ApproximateHead
+        self, module: nn.Module, weight: derived_weights.DerivedWeight, copy: approximate_logits.ApproximateHead
     ) -> None:
         self.weight = weight
         self._module, self._copy = module, copy
@@ -124,7 +123,7 @@ class DraftHead:
         """Returns the head of a layer with this weight, [N, K]; None if no kernel serves it, or it has no copy."""
         if not approximate_logits.serves(weight[:1], weight, module._parameters.get("bias")):
             return None
-        derived = cache.of(weight, formats.DRAFT_HEAD, module._parameters["weight"])
+        derived = derived_weights.of(weight, derived_weights.DRAFT_HEAD, module._parameters["weight"])
         copy = derived.optional()
         return None if copy is None else DraftHead(module, derived, copy)
 

@@ -1,7 +1,8 @@
 """Linear ops of captured steps that read a float32 weight from a 16-bit copy, packed in panels.
 
 Most checkpoints are stored in 16 bits, and with few rows a product is bound by reading the weight. The results equal
-GEMM with the weight bit for bit, for any number of rows. `fastgen.decoding.weights` decides when there is a copy.
+GEMM with the weight bit for bit, for any number of rows. `fastgen.decoding.derived_weights` decides when there is a
+copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastgen.decoding.weights import cache, formats
+from fastgen.decoding import derived_weights
 from fastgen.interrupts import undoing
 from fastgen.ops import command_list
 
@@ -33,7 +34,7 @@ def suspended() -> Iterator[None]:
 
 def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether such an op reads its weight from panels: x is [M, K], the weight [N, K], the bias [N] or None."""
-    return not _is_suspended.get() and formats.has_panels(x, weight, bias)
+    return not _is_suspended.get() and derived_weights.has_panels(x, weight, bias)
 
 
 class PanelOp(NamedTuple):
@@ -42,7 +43,7 @@ class PanelOp(NamedTuple):
     unpacked: Any
     result: Tensor
     x: Tensor
-    weight: cache.DerivedWeight
+    weight: derived_weights.DerivedWeight
     bias: Tensor | None
 
 
@@ -60,7 +61,7 @@ class PanelOps(NamedTuple):
         if not packed:
             return self.unpacked
         results, weights, biases = map(list, zip(*packed, strict=True))
-        several = partial(formats.multiply_panels, results, self.ops[0].x, weights, biases)
+        several = partial(derived_weights.multiply_panels, results, self.ops[0].x, weights, biases)
         return [several, *(call for call, copy in zip(self.each, copies, strict=True) if copy is None)]
 
 
@@ -97,7 +98,7 @@ class Calls:
         """Returns the calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
         chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
-            call = cache.current_call()
+            call = derived_weights.current_call()
             if call.third_party_ran or self._validated_in is not call:
                 copies = {weight: weight.in_step() for weight in dict.fromkeys(self._weights)}  # each once in a step
                 chosen = self._now = self._choose([copies[weight] for weight in self._weights])

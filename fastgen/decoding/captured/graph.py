@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
+from fastgen.decoding import derived_weights
 from fastgen.decoding.captured.program import Program, is_running
 from fastgen.decoding.kv import row_lengths
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.weights import cache
 from fastgen.interrupts import undoing
 from fastgen.locks import forkable_lock
 from fastgen.memory import no_collection
@@ -52,13 +52,13 @@ def taken(device: torch.device, patience: float = 0.0) -> Iterator[None]:
     if lock._is_owned():  # a call inside another one
         if is_running():
             raise CannotBeCaptured("a call inside a captured step of another one, on the CPU")
-        with cache.call():
+        with derived_weights.call():
             yield
         return
     with undoing(partial(_give_back, lock)):
         if not _acquired(lock, -1 if waits(device) else patience):
             raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
-        with cache.call():
+        with derived_weights.call():
             yield
 
 
@@ -105,7 +105,7 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     Between two of its graphs or programs, a call needs nothing from their memory. On a CPU, no thread waits for a call
     unless `captured_step` is "always".
     """
-    cache.third_party_runs()
+    derived_weights.third_party_runs()
     if not waits(device):
         yield
         return
