@@ -136,7 +136,7 @@ class DraftHead:
     def argmax(self, logits: Tensor) -> Tensor | None:
         """Returns the most likely argmax of each row, [M]; None if `logits` are not those that `logits` returned."""
         x, ours, self._x, self._logits = self._x, self._logits, None, None
-        if x is None or ours is None or not _are_same(logits, ours):
+        if x is None or ours is None or not _is_one_memory(logits, ours):
             return None
         found = torch.empty(len(x), dtype=torch.int64, device=x.device)
         bias = self._module._parameters.get("bias")
@@ -144,7 +144,7 @@ class DraftHead:
         return found
 
 
-def _are_same(one: Tensor, other: Tensor) -> bool:
+def _is_one_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two contiguous tensors have the same elements in the same memory."""
     same = one.untyped_storage()._cdata == other.untyped_storage()._cdata and one.dtype is other.dtype
     return same and one.numel() == other.numel() and one.is_contiguous() and other.is_contiguous()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen import patching
-from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass, panel_ops
+from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
@@ -53,7 +53,7 @@ class Program:
         self, memory: arena.Arena = memory, growing: Growing | None = None, prepared: Prepared | None = None
     ) -> None:
         self._memory, self._growing = memory, growing
-        self._calls = panel_ops.Calls()
+        self._calls = linear_ops.Calls()
         self._chunks: set[arena.Chunk] = set()
         self.follows = False
         if prepared is not None:
@@ -72,7 +72,7 @@ class Program:
     def take(self, prepared: Prepared) -> None:
         """Compiles a prepared recording, which later replays execute."""
         compiler = _Compiler(prepared, self._growing)
-        self._calls, self._chunks = panel_ops.Calls(compiler.calls()), prepared.chunks
+        self._calls, self._chunks = linear_ops.Calls(compiler.calls()), prepared.chunks
         self.follows = compiler.follows
 
     def replay(self) -> None:
@@ -177,9 +177,9 @@ class _Compiler:
         self._read, self._written = prepared.read, prepared.written
         self._heads: dict[int, lm_head.GreedyHead] = {}
 
-    def calls(self) -> list[Callable[[], object] | panel_ops.PanelOps]:
+    def calls(self) -> list[Callable[[], object] | linear_ops.PanelOps]:
         """Returns the calls. Adjacent small elementwise operators become one call, as do the products of a group."""
-        found: list[Callable[[], object] | panel_ops.PanelOps] = []
+        found: list[Callable[[], object] | linear_ops.PanelOps] = []
         calls = (call for group in self._groups for call in linear_ops.batched([self._call_of(each) for each in group]))
         for are_small, neighbours in itertools.groupby(calls, lambda call: isinstance(call, list)):
             some: list[Any] = list(neighbours)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, memory, settings
-from fastgen.decoding import panel_ops
+from fastgen.decoding import linear_ops
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.recording import tensors_in
@@ -69,7 +69,7 @@ class _Pass:
 
         pieces: list[Piece] = [(function, None)]
         self._part.run(pieces)  # allocates the buffers before the recording
-        with panel_ops.suspended():
+        with linear_ops.panels_suspended():
             self._part.capture(pieces)
 
     @property

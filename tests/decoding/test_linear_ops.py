@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import derived_weights, panel_ops
+from fastgen.decoding import derived_weights, linear_ops
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import command_list, exact_cast, fingerprint
 from fastgen.ops.linear import choose, panels
@@ -44,7 +44,7 @@ class Step:
         self.biases = [torch.randn(len(weight)) if biased else None for weight in weights]
         self.out = [torch.zeros(rows, len(weight)) for weight in weights]
         of = zip(weights, self.biases, strict=True)
-        self.with_panels = {each.data_ptr() for each, bias in of if panel_ops.has_panels(self.x, each, bias)}
+        self.with_panels = {each.data_ptr() for each, bias in of if linear_ops.has_panels(self.x, each, bias)}
         self.program = Program()
         self.program.capture(self.step)
 
@@ -258,7 +258,7 @@ def test_calls_are_counted() -> None:
 
 def test_suspended() -> None:
     x, weight = torch.randn(1, 512), torch.randn(256, 512).bfloat16().float()
-    assert panel_ops.has_panels(x, weight, None)
-    with panel_ops.suspended():
-        assert not panel_ops.has_panels(x, weight, None)
-    assert panel_ops.has_panels(x, weight, None)
+    assert linear_ops.has_panels(x, weight, None)
+    with linear_ops.panels_suspended():
+        assert not linear_ops.has_panels(x, weight, None)
+    assert linear_ops.has_panels(x, weight, None)
