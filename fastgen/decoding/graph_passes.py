@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import lm_head_pass
 from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, TensorRef, storage_of, structure_of
 from fastgen.ops import packed_attention
 
@@ -29,9 +28,8 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 def run(recording: Recording) -> Recording:
     """Returns the recording without allocations, constants, unneeded copies, and results that nothing reads.
 
-    An addition after a product becomes its bias. The argmax of an LM head uses approximate logits
-    (`fastgen.decoding.lm_head_pass`). An embedding becomes an `index_select`, which writes directly to its result;
-    torch's own operator makes a copy. Attention of sequences becomes FastGen's operator if that is faster.
+    An addition after a product becomes its bias. An embedding becomes an `index_select`, which writes directly to its
+    result; torch's own operator makes a copy. Attention of sequences becomes FastGen's operator if that is faster.
 
     A constant stays in the storage that the recording has for it, which is then no longer in `made`.
     """
@@ -43,7 +41,7 @@ def run(recording: Recording) -> Recording:
     found.constants = [each for each in operations if each.made and each.made <= constants]
     operations = [each for each in operations if not each.made or not each.made <= constants]
     operations = _with_own_attention(_without_copies(operations), recording)
-    found.operations = _needed(lm_head_pass.with_greedy_heads(_with_biases(operations)), found.made)
+    found.operations = _needed(_with_biases(operations), found.made)
     read = frozenset[int]().union(*(each.used for each in found.operations))
     found.constants = _needed(found.constants, constants, read)
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen import patching
-from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass
+from fastgen.decoding import arena, graph_passes, linear_ops, lm_head
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
@@ -137,6 +137,7 @@ class Prepared:
         _check_that_all_is_written(recording)
         host_values = frozenset(recording.host_values)
         recording = graph_passes.run(recording)
+        recording.operations = lm_head.with_greedy_heads(recording.operations)
         groups = _grouped(recording.operations)
         return Prepared(
             groups,
@@ -190,12 +191,12 @@ class _Compiler:
         args, kwargs = tree_unflatten([self._value(arg) for arg in operation.args], operation.structure)
         function = operation.function
         results: list[Any] = [ref and self._value(ref) for ref in operation.outputs]
-        if function is lm_head_pass.APPROXIMATE_LOGITS:
+        if function is lm_head.APPROXIMATE_LOGITS:
             head = self._heads[storage_of(operation.outputs[0])] = lm_head.GreedyHead(*results, *args)
             return partial(head.multiply)
-        if function is lm_head_pass.ARGMAX:
+        if function is lm_head.ARGMAX:
             return partial(self._heads[storage_of(operation.args[0])].find, *results)
-        if function is lm_head_pass.TOP_TWO:
+        if function is lm_head.TOP_TWO:
             return partial(self._heads[storage_of(operation.args[2])].find_two, *args[:2], *args[3:5])
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.outputs
