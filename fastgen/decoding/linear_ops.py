@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastgen import settings
 from fastgen.decoding import derived_weights
-from fastgen.decoding.operations import PRODUCTS, Operation, TensorRef
+from fastgen.decoding.recorded_graph import PRODUCTS, Operation, TensorRef
 from fastgen.interrupts import undoing
 from fastgen.ops import command_list
 from fastgen.ops.linear import choose, grouped

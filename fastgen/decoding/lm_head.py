@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastgen import settings
 from fastgen.decoding import derived_weights, linear_ops
-from fastgen.decoding.operations import PRODUCTS, Constant, Operation, TensorRef, structure_of
+from fastgen.decoding.recorded_graph import PRODUCTS, Constant, Operation, TensorRef, structure_of
 from fastgen.ops import approximate_logits, no_repeat_ngram  # noqa: F401  (the latter defines an operator)
 from fastgen.ops.approximate_logits import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
 from fastgen.ops.linear import as_rows, choose, grouped

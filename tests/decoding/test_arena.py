@@ -15,7 +15,7 @@ from torch import nn
 from fastgen.decoding import arena
 from fastgen.decoding.arena import ALIGNMENT, LEAST_CHUNK, Arena, Buffer, Chunk, lifetimes, plan
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding.operations import TensorRef
+from fastgen.decoding.recorded_graph import TensorRef
 
 
 def aligned(size: int) -> int:

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen import patching
-from fastgen.decoding import arena, graph_passes, linear_ops, lm_head
+from fastgen.decoding import arena, linear_ops, lm_head, recorded_graph
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
+from fastgen.decoding.recorded_graph import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
 from fastgen.memory import no_collection
 from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
@@ -136,7 +136,7 @@ class Prepared:
         """Prepares a recording. Raises RuntimeError if it is incomplete, or there is too little memory."""
         _check_that_all_is_written(recording)
         host_values = frozenset(recording.host_values)
-        recording = graph_passes.run(recording)
+        recording = recorded_graph.run_passes(recording)
         recording.operations = lm_head.with_greedy_heads(recording.operations)
         groups = _grouped(recording.operations)
         return Prepared(

@@ -20,7 +20,7 @@ from fastgen.decoding import arena
 from fastgen.decoding.captured.program import Prepared, Program
 from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.operations import Constant, Operation, TensorRef
+from fastgen.decoding.recorded_graph import Constant, Operation, TensorRef
 
 # Pairs of numbers of inputs to record for: primes, so that few sizes are multiples of them. Two pairs for each range.
 _BATCHES = ((13, 17), (11, 19), (61, 67), (59, 71), (251, 257), (241, 263))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastgen.decoding.operations import Constant, Operation, TensorRef
+from fastgen.decoding.recorded_graph import Constant, Operation, TensorRef
 from fastgen.ops import attention, kv_write, search_step  # noqa: F401 (define operators)
 
 # Operators that read the sizes of such buffers when they run.
