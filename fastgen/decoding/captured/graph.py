@@ -22,8 +22,8 @@ from fastgen import settings
 from fastgen.decoding import derived_weights
 from fastgen.decoding.captured.program import Program, is_running
 from fastgen.decoding.kv import row_lengths
-from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.program_memory import Growing
 from fastgen.interrupts import undoing
 from fastgen.locks import forkable_lock
 from fastgen.memory import no_collection

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen import patching
-from fastgen.decoding import arena, linear_ops, lm_head, recorded_graph
+from fastgen.decoding import linear_ops, lm_head, program_memory, recorded_graph
 from fastgen.decoding.captured.recording import record, tensors_in
-from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.program_memory import Growing
 from fastgen.decoding.recorded_graph import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
 from fastgen.memory import no_collection
 from fastgen.ops import command_list, elementwise, thread_pool, top_two
 
 # Shared by all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time run programs, and a program
 # passes results to the next one only in tensors that existed before the capture.
-memory = arena.Arena()
+memory = program_memory.Arena()
 
 _running: ContextVar[bool] = ContextVar("fastgen_program", default=False)
 
@@ -50,11 +50,11 @@ class Program:
     """
 
     def __init__(
-        self, memory: arena.Arena = memory, growing: Growing | None = None, prepared: Prepared | None = None
+        self, memory: program_memory.Arena = memory, growing: Growing | None = None, prepared: Prepared | None = None
     ) -> None:
         self._memory, self._growing = memory, growing
         self._calls = linear_ops.Calls()
-        self._chunks: set[arena.Chunk] = set()
+        self._chunks: set[program_memory.Chunk] = set()
         self.follows = False
         if prepared is not None:
             with torch._C._InferenceMode(True):
@@ -92,7 +92,7 @@ class Program:
 
 
 def prepared(
-    function: Callable[[], object], memory: arena.Arena = memory, scratch: frozenset[int] = frozenset()
+    function: Callable[[], object], memory: program_memory.Arena = memory, scratch: frozenset[int] = frozenset()
 ) -> Prepared:
     """Records a function and prepares it for execution. `scratch` is as in `record`.
 
@@ -123,7 +123,7 @@ class Prepared:
 
     groups: list[list[Operation]]
     storages: list[torch.UntypedStorage]
-    places: dict[int, tuple[arena.Chunk, int]]
+    places: dict[int, tuple[program_memory.Chunk, int]]
     made: frozenset[int]
     read: frozenset[int]
     written: frozenset[int]
@@ -132,7 +132,7 @@ class Prepared:
     follows: bool | None = None
 
     @staticmethod
-    def of(recording: Recording, memory: arena.Arena) -> Prepared:
+    def of(recording: Recording, memory: program_memory.Arena) -> Prepared:
         """Prepares a recording. Raises RuntimeError if it is incomplete, or there is too little memory."""
         _check_that_all_is_written(recording)
         host_values = frozenset(recording.host_values)
@@ -160,7 +160,7 @@ class Prepared:
         return itertools.chain(self.constants, self.operations)
 
     @property
-    def chunks(self) -> set[arena.Chunk]:
+    def chunks(self) -> set[program_memory.Chunk]:
         """The chunks that hold the results."""
         return {chunk for chunk, _ in self.places.values()}
 
@@ -282,8 +282,8 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
     return found
 
 
-def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, arena.Buffer]:
+def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, program_memory.Buffer]:
     """Returns the lifetimes of storages that a recording makes, by number. A group is executed at one moment."""
     made = recording.made
     refs = [[p for each in group for p in (*each.args, *each.outputs) if isinstance(p, TensorRef)] for group in groups]
-    return arena.lifetimes([(ref.storage, ref.end) for ref in some if ref.storage in made] for some in refs)
+    return program_memory.lifetimes([(ref.storage, ref.end) for ref in some if ref.storage in made] for some in refs)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fastgen.decoding import host_memory
 from fastgen.decoding.kv.cache import KVCache, Pair, are_latents, joined
-from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.streams import StreamKVView
 from fastgen.decoding.kv.view import CannotBeCaptured, KVView, Parts
+from fastgen.decoding.program_memory import Growing
 from fastgen.ops.attention import decode_attention
 from fastgen.ops.kv_write import kv_write
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, memory
-from fastgen.decoding import arena
+from fastgen.decoding import program_memory
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_batch import (
@@ -148,9 +148,9 @@ class SymbolicStep:
             raise NotSymbolic("other answers for other inputs")
 
     @property
-    def chunks(self) -> set[arena.Chunk]:
+    def chunks(self) -> set[program_memory.Chunk]:
         """The memory of the results of its pieces, and of the programs made from it."""
-        return set[arena.Chunk]().union(*(each.chunks for each in self._recordings))
+        return set[program_memory.Chunk]().union(*(each.chunks for each in self._recordings))
 
     def specialize(self, step: DecodeStep, inputs: int) -> list[Program] | None:
         """Returns the programs of the pieces for the first `inputs` of a step; None if it is not served."""

@@ -13,7 +13,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.part import Piece, run_pieces
 from fastgen.decoding.captured.search import NOTHING, Search
-from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.program_memory import Growing
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Key
