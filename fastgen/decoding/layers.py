@@ -1,9 +1,9 @@
 """Faster forms of a model's layers while it generates.
 
 Inside `FastLayers`, a layer that spells out a torch function calls that function. An RMS norm is one kernel in a
-captured step (`fastgen.decoding.norms`). A linear layer that only has a weight and a bias uses the kernel that
-`fastgen.ops.linear.choose` selects, or a quantised copy of its weight (`fastgen.decoding.layer_forms`). Hooks keep
-working, because they run around `forward`.
+captured step. A linear layer that only has a weight and a bias uses the kernel that `fastgen.ops.linear.choose`
+selects, or a quantised copy of its weight. `fastgen.decoding.layer_forms` has these forms. Hooks keep working, because
+they run around `forward`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
-from fastgen.decoding import derived_weights, half_precision, library_code, norms
+from fastgen.decoding import derived_weights, layer_forms, library_code
 from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
 from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
 from fastgen.interrupts import undoing
@@ -199,10 +199,12 @@ class FastLayers:
             return FunctionForm(module, function)
         if not module._parameters:
             return self._form_of(module)
-        form = norms.form_of(module)
+        form = layer_forms.norm_form(module)
         if form is not None:
-            return FunctionForm(module, partial(norms.normalise, module, form), partial(norms.serves, module))
-        return half_precision.form_of(module) or self._linear(module, precision_on)
+            return FunctionForm(
+                module, partial(layer_forms.normalise, module, form), partial(layer_forms.serves_norm, module)
+            )
+        return layer_forms.convolution_form(module) or self._linear(module, precision_on)
 
     def _linear(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         """Returns the form of a linear layer; None for any other layer, or if torch's product is as good."""

@@ -16,7 +16,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
-from fastgen.decoding import half_precision
+from fastgen.decoding import layer_forms
 from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers import pictures
@@ -94,7 +94,7 @@ def _prefill(
     store = call.store = ExchangedLayers(cache, per_input, initial_capacity)
 
     def run(ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        with half_precision.upcast_products(call.model.dtype):
+        with layer_forms.upcast_products(call.model.dtype):
             return wrapped(ids, generation_config, kwargs, is_first_iteration)
 
     how = call.entering
