@@ -105,12 +105,21 @@ def low_bit(precision: str, group_size: int) -> Format:
 
 
 LowBitWeight = quantized_linear.PackedWeight | quantized_linear.PackedBF16
-# (x, copy, bias): `torch.nn.functional.linear(x, weight, bias)` with a `low_bit` copy of the weight.
-multiply_low_bit = quantized_linear.quantized_linear
-# (device): whether weights there can have `low_bit` copies, if all requirements are installed.
-is_for = quantized_linear.is_for
-# (precision, device): why this device, by default the CPU, has no products with `low_bit` copies; None if it has.
-unavailable = quantized_linear.unavailable
+
+
+def multiply_low_bit(x: Tensor, copy: LowBitWeight, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)` with a `low_bit` copy of the weight (`quantized_linear`)."""
+    return quantized_linear.quantized_linear(x, copy, bias)
+
+
+def is_for(device: torch.device) -> bool:
+    """Whether weights on this device can have `low_bit` copies, if all requirements are installed."""
+    return quantized_linear.is_for(device)
+
+
+def unavailable(precision: str, device: torch.device | None = None) -> str | None:
+    """Returns why this device, by default the CPU, has no products with `low_bit` copies; None if it has."""
+    return quantized_linear.unavailable(precision, device)
 
 
 def has_low_bit(weight: Tensor, precision: str) -> bool:
