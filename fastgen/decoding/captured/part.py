@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fastgen.decoding.back_off import BackOff
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.program_memory import Growing
+from fastgen.decoding.retrying import BackOff
 
 # What the host does after a piece, if anything; and a piece, with what the host does after it.
 Then = Callable[..., None] | None

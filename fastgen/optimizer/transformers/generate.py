@@ -23,7 +23,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from fastgen import caches, counters, interrupts, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.entering import claimed, elsewhere

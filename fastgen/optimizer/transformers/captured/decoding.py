@@ -18,7 +18,7 @@ from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.states import saved
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
