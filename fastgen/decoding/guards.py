@@ -24,8 +24,7 @@ from fastgen import interrupts, settings
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import Replacement
-from fastgen.decoding.library_code import Reached
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.library_code import Reached, modules_of
 
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 # Attributes that torch keeps in modules, except hooks; and types whose values need no copy.

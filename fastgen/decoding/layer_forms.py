@@ -21,15 +21,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fastgen import counters, interrupts, patching, settings
 from fastgen.decoding import derived_weights
-from fastgen.decoding.modules import is_plain, runs_own_forward
 from fastgen.ops.half_precision import is_slow, upcast
 from fastgen.ops.linear import choose
 from fastgen.ops.rms_norm import available, reference, rms_norm
@@ -71,6 +72,50 @@ def weight_of(module: nn.Module) -> Tensor:
     weight = module._parameters["weight"]
     assert weight is not None  # the caller has checked
     return weight
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the first parameter; the CPU for a model without parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """Whether a module runs the forward pass of its class.
+
+    An attribute may hold that very method: accelerate leaves it there when it removes its hooks, and so does a copy of
+    the model that was made during a call.
+    """
+    if "forward" not in vars(module):
+        return True
+    own, of_class = vars(module)["forward"], type(module).forward
+    # Not compared with `==`: a wrapper that looks like the method may be equal to it.
+    return type(own) is MethodType and own.__self__ is module and own.__func__ is of_class
+
+
+def is_plain(
+    module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", *, dimensions: int = 2
+) -> bool:
+    """Whether a layer has only a weight and maybe a bias, of this dtype and on this type of device.
+
+    Args:
+        dimensions: of the weight.
+    """
+    for name in ("weight", "bias"):
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            # A hook or a parametrisation may have made an attribute of that name.
+            if name == "weight" or getattr(module, name, None) is not None:
+                return False
+            continue
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor or parameter.is_inference():
+            return False
+        if parameter.dtype is not dtype or parameter.device.type != device or parameter.layout != torch.strided:
+            return False
+        if parameter.dim() != (dimensions if name == "weight" else 1):
+            return False
+        if name == "bias" and not parameter.is_contiguous():
+            return False
+    return not parametrize.is_parametrized(module)
 
 
 class Replacement:

@@ -21,8 +21,16 @@ from torch import Tensor, nn
 
 from fastgen import caches, counters, settings
 from fastgen.decoding import derived_weights, layer_forms, library_code
-from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
-from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
+from fastgen.decoding.layer_forms import (
+    FloatLinear,
+    FunctionForm,
+    QuantizedLinear,
+    Replacement,
+    is_plain,
+    runs_own_forward,
+    weight_of,
+)
+from fastgen.decoding.library_code import modules_of
 from fastgen.interrupts import undoing
 from fastgen.ops.half_precision import HALF, is_slow
 from fastgen.ops.linear import choose

@@ -16,7 +16,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
-from fastgen.decoding.modules import modules_of, runs_own_forward
+from fastgen.decoding.layer_forms import runs_own_forward
+from fastgen.decoding.library_code import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of, why_by_itself
 from fastgen.engine.requests import Request, is_form

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fastgen import caches
 from fastgen.decoding import derived_weights, layer_forms, layers
+from fastgen.decoding.layer_forms import device_of, is_plain
 from fastgen.decoding.lm_head import DraftHead
-from fastgen.decoding.modules import device_of, is_plain
 from fastgen.locks import forkable_lock
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen import patching, releases
 from fastgen.decoding import unpadding
-from fastgen.decoding.modules import runs_own_forward
+from fastgen.decoding.layer_forms import runs_own_forward
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call

@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
-from fastgen.decoding.modules import modules_of, runs_own_forward
+from fastgen.decoding.layer_forms import runs_own_forward
+from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import codebooks, states
 from fastgen.optimizer.transformers.capturable import CAPTURABLE
 from fastgen.releases import Usual

@@ -18,7 +18,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.part import CapturedPart, Piece
 from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import results
