@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastgen.decoding.kv.cache import Pair
+from fastgen.decoding.kv import Pair
 
 BLOCK = 16
 

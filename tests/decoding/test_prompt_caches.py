@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastgen.decoding.kv.cache import Pair
+from fastgen.decoding.kv import Pair
 from fastgen.decoding.prompt_caches import BLOCK, PrefixCache
 
 LAYERS, HEADS, DIM = 2, 3, 4

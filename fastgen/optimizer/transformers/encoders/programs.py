@@ -15,7 +15,7 @@ from torch import Tensor
 from fastgen import counters, interrupts, memory, settings
 from fastgen.decoding import linear_ops
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.part import CapturedPart, Piece
+from fastgen.decoding.captured.graph import CapturedPart, Piece
 from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.library_code import modules_of
