@@ -66,18 +66,14 @@ class PanelOps(NamedTuple):
     """Panel ops of one input, none of which reads what another one writes."""
 
     ops: Sequence[PanelOp]
-    unpacked: Sequence[Callable[[], object]]  # the calls without copies, batched
-    each: Sequence[Callable[[], object]]  # the calls without copies, one by one
+    unpacked: Sequence[Callable[[], object]]  # the calls without copies
 
     def calls(self, copies: Sequence[Tensor | None]) -> Sequence[Callable[[], object]]:
-        """Returns the calls that write the results, given a copy of each weight or None."""
-        found = [(op.result, copy, op.bias) for op, copy in zip(self.ops, copies, strict=True)]
-        packed = [each for each in found if each[1] is not None]
-        if not packed:
+        """Returns the calls that write the results, given a copy of each weight or None. All are read, or none."""
+        if any(copy is None for copy in copies):
             return self.unpacked
-        results, weights, biases = map(list, zip(*packed, strict=True))
-        several = partial(derived_weights.multiply_panels, results, self.ops[0].x, weights, biases)
-        return [several, *(call for call, copy in zip(self.each, copies, strict=True) if copy is None)]
+        results, biases = [op.result for op in self.ops], [op.bias for op in self.ops]
+        return [partial(derived_weights.multiply_panels, results, self.ops[0].x, list(copies), biases)]
 
 
 AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
@@ -123,31 +119,31 @@ def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
     """Returns calls of linear ops with one input, none of which reads what another one writes; others unchanged."""
-    panels = [op for op in ops if isinstance(op, PanelOp)]
-    if panels:
-        rest = [op for op in ops if not isinstance(op, PanelOp)]
-        unpacked = [op.unpacked for op in panels]
-        of_weights: list[Any] = batched(unpacked)  # none of these has panels
-        return [PanelOps(panels, of_weights, [single(op) for op in unpacked]), *batched(rest)]
-    for key in filter(None, map(_batch_key, ops)):
-        same = [op for op in ops if _batch_key(op) == key]
-        if len(same) > 1:
-            rest = [op for op in ops if not any(op is each for each in same)]
-            return [_batch(same), *batched(rest)]
-    return [single(op) for op in ops]
+    groups: dict[Any, list[Any]] = {}
+    for number, op in enumerate(ops):
+        groups.setdefault(_batch_key(op) or number, []).append(op)
+    return list(map(_batch, groups.values()))
 
 
 def _batch_key(op: Any) -> Any:
     """Returns a key that is equal for ops that can share a call; None for an op that cannot share one."""
+    if isinstance(op, PanelOp):
+        return PanelOp
     if isinstance(op, GroupedLinearOp):
         return (_GROUPED, *op.sizes) if op.order is None else None
     is_known = isinstance(op, LinearOp) and op.kernel.several is not None
     return (op.kernel.name, op.weight.stride(1)) if is_known else None
 
 
-def _batch(ops: Sequence[Any]) -> Callable[[], object]:
-    """Returns the call of several ops with equal keys."""
-    first, columns = ops[0], list(map(list, zip(*ops, strict=True)))
+def _batch(ops: Sequence[Any]) -> Any:
+    """Returns the call of one op, or of several with equal keys."""
+    first = ops[0]
+    if isinstance(first, PanelOp):
+        unpacked: list[Any] = batched([op.unpacked for op in ops])  # none of these has panels
+        return PanelOps(ops, unpacked)
+    if len(ops) == 1:
+        return single(first)
+    columns = list(map(list, zip(*ops, strict=True)))
     if isinstance(first, GroupedLinearOp):
         results, _, parts, _, biases, _ = columns
         lists = [list(part) for part in zip(*parts, strict=True)]
