@@ -194,7 +194,7 @@ class Calls:
         of_panels = (each for each in calls if isinstance(each, PanelOps))
         self._weights = [op.weight for each in of_panels for op in each.ops]
         self._unpacked = self._now = self._with([None] * len(self._weights))
-        self._packed: _Chosen | None = None  # with all copies that exist
+        self._packed: _Chosen | None = None  # with the copies that were read last
         self._validated_in: object = None  # the call in which the copies do not change any more
         for weight in self._weights:
             weight.tell(self)
@@ -215,15 +215,11 @@ class Calls:
         return chosen.in_lists if in_lists else chosen.calls
 
     def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
-        if all(copy is None for copy in copies):
-            return self._unpacked
-        # The first step of a call reads no copies, or only some. The calls of later steps are kept.
-        if not _are_identical(copies, [weight.copy for weight in self._weights]):
-            return self._with(copies)
-        packed = self._packed
-        if packed is None or not _are_identical(packed.copies, copies):
-            packed = self._packed = self._with(copies)
-        return packed
+        for known in (self._unpacked, self._packed):
+            if known is not None and all(map(operator.is_, known.copies, copies)):
+                return known
+        self._packed = self._with(copies)
+        return self._packed
 
     def _with(self, copies: Sequence[Tensor | None]) -> _Chosen:
         calls: list[Callable[[], object]] = []
@@ -234,7 +230,3 @@ class Calls:
             else:
                 calls.append(each)
         return _Chosen(copies, calls, command_list.with_command_lists(calls))
-
-
-def _are_identical(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    return all(map(operator.is_, some, others))
