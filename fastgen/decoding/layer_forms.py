@@ -74,22 +74,26 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Returns the device of the first parameter; the CPU for a model without parameters."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def runs_own_forward(module: nn.Module) -> bool:
     """Whether a module runs the forward pass of its class.
 
     An attribute may hold that very method: accelerate leaves it there when it removes its hooks, and so does a copy of
     the model that was made during a call.
     """
-    if "forward" not in vars(module):
-        return True
-    own, of_class = vars(module)["forward"], type(module).forward
+    return "forward" not in vars(module) or has_former_forward(module, type(module).forward)
+
+
+def has_former_forward(module: nn.Module, former: object) -> bool:
+    """Whether an attribute holds a module's forward pass as it was when its class had this `former` function."""
+    own = vars(module).get("forward")
     # Not compared with `==`: a wrapper that looks like the method may be equal to it.
-    return type(own) is MethodType and own.__self__ is module and own.__func__ is of_class
+    return type(own) is MethodType and own.__self__ is module and own.__func__ is former
+
+
+def drop_former_forward(module: nn.Module, former: object) -> None:
+    """Drops such an attribute, which accelerate, removing its hooks, has left there."""
+    if has_former_forward(module, former):
+        del vars(module)["forward"]
 
 
 def is_plain(

@@ -251,6 +251,11 @@ class FastLayers:
         self._installed = {}
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the first parameter; the CPU for a model without parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def precision_on(device: torch.device) -> str:
     """Returns the requested precision of quantised copies, if there are kernels for it on this device, else "fp32"."""
     wanted = settings.current().weight_dtype

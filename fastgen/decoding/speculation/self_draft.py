@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastgen import caches
 from fastgen.decoding import derived_weights, layer_forms, layers
-from fastgen.decoding.layer_forms import device_of, is_plain
+from fastgen.decoding.layer_forms import is_plain
 from fastgen.decoding.lm_head import DraftHead
 from fastgen.locks import forkable_lock
 
@@ -50,7 +50,7 @@ class DraftWeights:
         self, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> None:
         self.number = next(self._numbers)
-        self._device = device_of(model)
+        self._device = layers.device_of(model)
         self._format = derived_weights.low_bit(precision, group_size)
         self._weights: dict[nn.Module, derived_weights.DerivedWeight] = {}  # tied weights share a copy
         self._overrides: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
