@@ -138,7 +138,7 @@ def kernels() -> str:
 
 def _weights() -> list[str]:
     """Returns notes about weights that are not the model's own."""
-    from fastgen.decoding.weights.formats import unavailable
+    from fastgen.decoding.derived_weights import unavailable
 
     notes = {
         "call": [],

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.generation.utils import GenerationMixin
 
 from fastgen.decoding import library_code
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS
 from fastgen.optimizer.transformers.models import ADAPTERS

@@ -15,8 +15,9 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
-from fastgen.decoding import library_code, torch_functions
-from fastgen.decoding.modules import modules_of, runs_own_forward
+from fastgen.decoding import guards, library_code
+from fastgen.decoding.layer_forms import runs_own_forward
+from fastgen.decoding.library_code import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of, why_by_itself
 from fastgen.engine.requests import Request, is_form
@@ -203,7 +204,7 @@ def alone_for_model(model: Any) -> str | None:
     is_known |= all(any(knows(part) for knows in known) for part in models.parts_that_decode(model))
     if not is_known:
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
-    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or torch_functions.unusual() is not None:
+    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or guards.unusual() is not None:
         return "other code in the place of the library's"
     reason = models.modules_unsupported(inside)
     if reason is None and models.rows_depend_on_each_other(model):

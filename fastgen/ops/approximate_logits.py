@@ -166,7 +166,7 @@ def is_available() -> bool:
 
 
 backend = functools.partial(_library.backend, "fastgen::largest_output_out")
-# Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head_pass`). Nobody calls them.
+# Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head`). Nobody calls them.
 _library.define("approximate_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("argmax_of_logits(Tensor logits, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(

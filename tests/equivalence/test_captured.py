@@ -15,7 +15,7 @@ from transformers.generation import utils
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding import norms
+from fastgen.decoding import layer_forms
 from fastgen.decoding.captured import graph
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import cache as caches
@@ -296,8 +296,8 @@ def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pyte
         monkeypatch.setattr(loop, "MIN_STEPS", 1)
         names = ["t5"]
     normalised: list[str] = []
-    normalise = norms.normalise
-    monkeypatch.setattr(norms, "normalise", lambda x, *layer: normalised.append(name) or normalise(x, *layer))
+    normalise = layer_forms.normalise
+    monkeypatch.setattr(layer_forms, "normalise", lambda x, *layer: normalised.append(name) or normalise(x, *layer))
     for name in names:
         model, _ = build(BY_NAME[name], device)
         few = to(device, BY_NAME[name].make_inputs(1, 3))  # the interpreter is slow

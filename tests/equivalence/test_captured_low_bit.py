@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import layers
+from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.captured import graph
-from fastgen.decoding.weights import cache
 from fastgen.ops import gpu as operators
 from fastgen.ops.gpu import grouped_linear
 from fastgen.optimizer.transformers import loop
@@ -161,7 +160,7 @@ def test_rounded_weights(family: Any, precision: str, device: torch.device, rows
     after = expected()
     with settings.changed(weight_dtype=precision, weight_group_size=32, packed_weights="keep"):
         assert_same(after, run(model, inputs, GREEDY))
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 def test_rounded_weights_that_are_not_kept(device: torch.device, rows: list[int]) -> None:

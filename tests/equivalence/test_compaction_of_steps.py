@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding.captured import graph, part, program, symbolic_batch
-from fastgen.decoding.captured.part import CapturedPart
+from fastgen.decoding.captured import graph, program, symbolic_batch
+from fastgen.decoding.captured.graph import CapturedPart
 from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, pays, sizes
 from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
 from fastgen.optimizer.transformers.captured.compaction import Compaction
@@ -198,7 +198,7 @@ def test_all_places_are_computed_without_memory(model: Any, specialized: list[in
 
 def test_a_kept_step_is_recorded_once_there_is_memory(model: Any, recorded: list[Any], monkeypatch: Patch) -> None:
     """Trials are some steps apart, as they take time."""
-    monkeypatch.setattr(part, "_PAUSES", (1, 8))
+    monkeypatch.setattr(graph, "_PAUSES", (1, 8))
     with without_memory(monkeypatch) as tried:
         for _ in range(2):
             leaving(model)
@@ -277,8 +277,8 @@ def test_a_step_of_its_own_is_not_asked_for_a_shared_recording(model: Any, monke
 
 def step_of(left: list[bool], monkeypatch: Patch, known: bool) -> tuple[Compaction, Any, list[int]]:
     """A compaction, a step in which these inputs go on, and after how many steps inputs have left."""
-    part = mock.Mock(smallest=lambda inputs: inputs if known else None)
-    step = mock.Mock(parts={1: part}, key=mock.Mock(per_input=4, processors=()))
+    graph = mock.Mock(smallest=lambda inputs: inputs if known else None)
+    step = mock.Mock(parts={1: graph}, key=mock.Mock(per_input=4, processors=()))
     step.search.unfinished = torch.tensor(left).unsqueeze(1)
     ledger = Ledger()
     monkeypatch.setattr(Ledger, "specializing", 0.5)

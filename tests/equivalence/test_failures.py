@@ -100,7 +100,7 @@ def test_same_result(family: Any, place: str, decoding: dict[str, Any], monkeypa
 
 @decoders
 def test_attention_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared._RULES, torch.nn.functional.scaled_dot_product_attention, shared._matmul)
+    monkeypatch.setitem(shared.RULES, torch.nn.functional.scaled_dot_product_attention, shared._matmul)
     call = partial(run, family.build("eager"), family.make_inputs(), BEAM)
     assert_repeated(call, monkeypatch, shared, "shared_prefix_scores", 3)
 

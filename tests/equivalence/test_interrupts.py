@@ -42,7 +42,7 @@ TAKING = (
     "decoding/captured/recording.py:_captures", "decoding/host_memory.py:kept", "decoding/host_memory.py:_let_go",
     "decoding/layers.py:__enter__", "decoding/layers.py:__exit__", "decoding/layers.py:_install",
     "decoding/layers.py:_leave", "decoding/layers.py:_remove", "decoding/layers.py:of",
-    "decoding/weights/cache.py:call", "decoding/weights/cache.py:leave", "decoding/panel_ops.py:suspended",
+    "decoding/derived_weights.py:call", "decoding/derived_weights.py:leave", "decoding/linear_ops.py:panels_suspended",
     "ops/command_list.py:_recorded",
     "ops/command_list.py:_close", "ops/thread_pool.py:for_replay", "optimizer/transformers/call.py:__enter__",
     "optimizer/transformers/call.py:__exit__", "optimizer/transformers/call.py:_leave",

@@ -17,7 +17,7 @@ from transformers.models import fsmt
 import fastgen
 from fastgen import releases, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.kv.row_lengths import RowLengths
+from fastgen.decoding.captured.capturable import RowLengths
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.speculation.draft_length import DraftLength

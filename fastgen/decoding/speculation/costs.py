@@ -6,7 +6,7 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 
-from fastgen.decoding.back_off import BackOff
+from fastgen.decoding.retrying import BackOff
 
 # Parts besides verifies, which are identified by their number of positions: a draft step, and the host's work.
 DRAFT, HOST = 0, -100

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from fastgen.decoding.back_off import BackOff
+from fastgen.decoding.retrying import BackOff
 from fastgen.decoding.speculation.costs import Costs
 
 # Index of the length that is drafted while nothing is known: it tells something about shorter and longer drafts.

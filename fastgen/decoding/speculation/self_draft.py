@@ -18,10 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastgen import caches
-from fastgen.decoding import layer_forms, layers
+from fastgen.decoding import derived_weights, layer_forms, layers
+from fastgen.decoding.layer_forms import is_plain
 from fastgen.decoding.lm_head import DraftHead
-from fastgen.decoding.modules import device_of, is_plain
-from fastgen.decoding.weights import cache, formats
 from fastgen.locks import forkable_lock
 
 
@@ -44,24 +43,26 @@ class DraftWeights:
     """
 
     _lock = forkable_lock()
-    _of: weakref.WeakKeyDictionary[nn.Module, dict[cache.Format, DraftWeights]] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[nn.Module, dict[derived_weights.Format, DraftWeights]] = weakref.WeakKeyDictionary()
     _numbers = itertools.count()
 
     def __init__(
         self, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> None:
         self.number = next(self._numbers)
-        self._device = device_of(model)
-        self._format = formats.low_bit(precision, group_size)
-        self._weights: dict[nn.Module, cache.DerivedWeight] = {}  # tied weights share a copy
+        self._device = layers.device_of(model)
+        self._format = derived_weights.low_bit(precision, group_size)
+        self._weights: dict[nn.Module, derived_weights.DerivedWeight] = {}  # tied weights share a copy
         self._overrides: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         for module in model.modules():
             transposed, weight = kinds.get(type(module)), module._parameters.get("weight")
             if transposed is None or weight is None or not is_plain(module, weight.dtype, self._device.type):
                 continue
-            if weight.numel() < layers.MIN_NARROW or not formats.has_low_bit(weight, precision):
+            if weight.numel() < layers.MIN_NARROW or not derived_weights.has_low_bit(weight, precision):
                 continue
-            found = self._weights[module] = cache.of(weight.t() if transposed else weight, self._format, weight)
+            found = self._weights[module] = derived_weights.of(
+                weight.t() if transposed else weight, self._format, weight
+            )
             found.tell(self)
         self._head = head if head in self._weights else None
         self._left = [module for module in self._weights if module is not head]
@@ -75,7 +76,7 @@ class DraftWeights:
         cls, model: nn.Module, kinds: layers.Kinds, precision: str, group_size: int, head: nn.Module | None = None
     ) -> DraftWeights:
         """Returns the draft weights that are kept with the model, or new ones if the model has changed since."""
-        format = formats.low_bit(precision, group_size)
+        format = derived_weights.low_bit(precision, group_size)
         with cls._lock:
             kept = cls._of[model] = {each: of for each, of in cls._of.get(model, {}).items() if of._is_current()}
             if format not in kept:
@@ -110,7 +111,9 @@ class DraftWeights:
         for weight in self._weights.values():
             weight.note_use()  # first, so that making room for other copies does not evict one of these
         missing = {weight for weight in map(self._weights.__getitem__, self._left) if weight.current() is None}
-        if missing and not cache.has_memory(sum(self._format.nbytes(each.weight) for each in missing), self._device):
+        if missing and not derived_weights.has_memory(
+            sum(self._format.nbytes(each.weight) for each in missing), self._device
+        ):
             raise ValueError("too little memory is free for low-bit copies of the weights")
         end = time.perf_counter() + seconds
         while self._left and time.perf_counter() < end:
@@ -164,7 +167,7 @@ class DraftWeights:
 
 
 def _multiply(copy: Any, module: nn.Module, x: Tensor) -> Tensor:
-    return formats.multiply_low_bit(x, copy, module._parameters.get("bias"))
+    return derived_weights.multiply_low_bit(x, copy, module._parameters.get("bias"))
 
 
 caches.register(DraftWeights.drop_all)

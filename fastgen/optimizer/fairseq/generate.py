@@ -16,7 +16,7 @@ from torch import Tensor
 from fastgen import counters, interrupts, patching
 from fastgen.decoding import host_memory
 from fastgen.decoding.layers import FastLayers
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Unsupported, inside_call, of_ensemble
 from fastgen.optimizer.fairseq.prefill import Prefill

@@ -1,4 +1,4 @@
-"""Encodes sources of similar length together (`fastgen.decoding.length_buckets`)."""
+"""Encodes sources of similar length together (`fastgen.decoding.unpadding`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
-from fastgen.decoding import length_buckets
+from fastgen.decoding import unpadding
 from fastgen.optimizer.fairseq.call import Call, of_ensemble
 
 _METHODS = ("forward", "forward_scriptable", "forward_embedding", "forward_torchscript", "forward_non_torchscript")
@@ -24,7 +24,7 @@ def encode(call: Call, wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -
     tokens, lengths = net_input["src_tokens"], net_input["src_lengths"]
     padding = tokens.eq(ensemble.single_model.encoder.padding_idx)
     in_front = not bool((padding[:, 1:] > padding[:, :-1]).any())
-    buckets = length_buckets.by_mask(~padding, in_front)
+    buckets = unpadding.by_mask(~padding, in_front)
     if not buckets:
         return NotImplemented
     encoded = [wrapped({"src_tokens": tokens[place], "src_lengths": lengths[place[0]]}) for place in buckets]

@@ -12,7 +12,7 @@ from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from fastgen import patching
-from fastgen.decoding import library_code, torch_functions
+from fastgen.decoding import guards, library_code
 from fastgen.models.prophetnet.attention import NgramSelfAttention
 from fastgen.models.prophetnet.model import ProphetNetDecoder
 
@@ -39,7 +39,7 @@ _ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out"
 
 def unsupported(generator: Any, bos_token: Any) -> str | None:
     """Returns why a generator is not accelerated, or None if it is."""
-    unusual = torch_functions.unusual()
+    unusual = guards.unusual()
     if unusual is not None:
         return unusual
     for owner, name in _HOOKED:

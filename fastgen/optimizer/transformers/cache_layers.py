@@ -9,10 +9,9 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from fastgen import releases
-from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.fixed import FixedKV, FixedStates
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.rows import Beams
-from fastgen.decoding.kv.states import FixedStates
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers.states import SharedStates, StepStates
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from fastgen.decoding import library_code
 from fastgen.decoding.kv.view import KVView, of_latents
-from fastgen.decoding.layer_forms import Replacement
-from fastgen.decoding.modules import is_plain, runs_own_forward
+from fastgen.decoding.layer_forms import Replacement, is_plain, runs_own_forward
 
 
 def expand_kv(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
-from fastgen.decoding import half_precision
+from fastgen.decoding import layer_forms
 from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers import pictures
@@ -85,7 +85,7 @@ def _prefill(
     if declined is not None:
         call.decline(declined)
         dtype = call.model.dtype
-        with half_precision.upcast_products(dtype) if declined is BEYOND_WINDOW else contextlib.nullcontext():
+        with layer_forms.upcast_products(dtype) if declined is BEYOND_WINDOW else contextlib.nullcontext():
             return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
@@ -97,7 +97,7 @@ def _prefill(
     store = call.store = ExchangedLayers(cache, per_input, initial_capacity)
 
     def run(ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        with half_precision.upcast_products(call.model.dtype):
+        with layer_forms.upcast_products(call.model.dtype):
             return wrapped(ids, generation_config, kwargs, is_first_iteration)
 
     how = call.entering

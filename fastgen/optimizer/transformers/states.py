@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import cache_utils
 
 from fastgen import releases
+from fastgen.decoding.kv.fixed import FixedStates, Name, States, of_each
 from fastgen.decoding.kv.rows import Beams, rows_of
-from fastgen.decoding.kv.states import FixedStates, Name, States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 
 # Attributes of a library layer that hold states, each by number.

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, memory
-from fastgen.decoding import arena
-from fastgen.decoding.captured import graph, program
+from fastgen.decoding import program_memory
+from fastgen.decoding.captured import program
+from fastgen.decoding.captured.capturable import capturable
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_batch import (
     MOST,
@@ -148,9 +149,9 @@ class SymbolicStep:
             raise NotSymbolic("other answers for other inputs")
 
     @property
-    def chunks(self) -> set[arena.Chunk]:
+    def chunks(self) -> set[program_memory.Chunk]:
         """The memory of the results of its pieces, and of the programs made from it."""
-        return set[arena.Chunk]().union(*(each.chunks for each in self._recordings))
+        return set[program_memory.Chunk]().union(*(each.chunks for each in self._recordings))
 
     def specialize(self, step: DecodeStep, inputs: int) -> list[Program] | None:
         """Returns the programs of the pieces for the first `inputs` of a step; None if it is not served."""
@@ -174,7 +175,7 @@ def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
     buffers, growing = _tensors_of(step), step.buffers.growing if follows else None
     scratch = frozenset(buffer.untyped_storage()._cdata for buffer in buffers.values())
     with memory.no_collection():
-        pieces = [program.prepared(graph.capturable(run), scratch=scratch) for run, _ in step.pieces(model)]
+        pieces = [program.prepared(capturable(run), scratch=scratch) for run, _ in step.pieces(model)]
     return [Recorded(prepared, step.key.batch, buffers, growing) for prepared in pieces]
 
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fastgen.decoding.captured.capturable import RowLengths, SymbolicLength
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv.exchange import LEAST_LENGTH, Growing
-from fastgen.decoding.kv.fixed import FixedKV
-from fastgen.decoding.kv.row_lengths import RowLengths
+from fastgen.decoding.kv.fixed import FixedKV, FixedStates, Name
 from fastgen.decoding.kv.rows import StepState
-from fastgen.decoding.kv.states import FixedStates, Name
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
+from fastgen.decoding.program_memory import LEAST_LENGTH, Growing
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt

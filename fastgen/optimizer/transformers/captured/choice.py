@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastgen import releases
-from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.part import Piece, run_pieces
+from fastgen.decoding.captured.capturable import capturable
+from fastgen.decoding.captured.graph import Piece, run_pieces
 from fastgen.decoding.captured.search import NOTHING, Search
-from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.program_memory import Growing
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers.captured.host import Turn
 from fastgen.optimizer.transformers.captured.key import Key
@@ -79,7 +79,7 @@ class Choice:
     def first(self, logits: Tensor, end: Callable[[], None], turns: Sequence[Turn]) -> None:
         """Chooses the first tokens from the logits of prompts, [rows, vocabulary]."""
         pieces = self.pieces(lambda: logits, end)
-        run_pieces([(graph.capturable(run), then) for run, then in pieces], (turns,))
+        run_pieces([(capturable(run), then) for run, then in pieces], (turns,))
 
     def prepare(self) -> None:
         """Makes the buffers of criteria for a step with slots, whose inputs get their first tokens elsewhere."""

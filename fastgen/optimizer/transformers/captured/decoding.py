@@ -16,9 +16,9 @@ from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
-from fastgen.decoding.kv.states import saved
+from fastgen.decoding.kv.fixed import saved_states
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
@@ -111,7 +111,7 @@ class Decoding(PrefilledCall):
         is_atomic = step.is_captured and self._key.processors is not None and not self._key.has_criteria
         self._last_whole = None
         if self.prompt.forms and self._call.cache_is_the_users and not is_atomic:
-            self._last_whole = int(step.search.length.max()), saved(step.buffers.states)
+            self._last_whole = int(step.search.length.max()), saved_states(step.buffers.states)
 
     @property
     def _must_pay(self) -> bool:

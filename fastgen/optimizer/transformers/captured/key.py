@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen import releases
-from fastgen.decoding.kv.states import States, of_each
+from fastgen.decoding.kv.fixed import States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import states as states_of_layers

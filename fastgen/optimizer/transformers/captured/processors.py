@@ -194,7 +194,7 @@ def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: s
     its other attributes.
     """
 
-    # If one token is forced, the greedy LM head need not compute all logits (`fastgen.decoding.lm_head_pass`).
+    # If one token is forced, the greedy LM head need not compute all logits (`fastgen.decoding.lm_head`).
     least = 1 if kind is rewritten.Force else _TOKENS
 
     def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> Signed:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
 
 from fastgen import releases
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
+from fastgen.decoding.captured.capturable import SymbolicLength
 
 # Attribute of a step's positions that carries the buckets of all layers.
 _BUCKETS = "_fastgen_buckets"

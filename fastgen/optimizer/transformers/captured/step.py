@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.part import CapturedPart, Piece
+from fastgen.decoding.captured.capturable import capturable
+from fastgen.decoding.captured.graph import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv import states
+from fastgen.decoding.kv import fixed
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
@@ -272,8 +273,8 @@ class DecodeStep:
             CannotBeCaptured: as in `verify`.
         """
         # The real step stores the same K and V once more. States would advance twice, so they are restored.
-        with undoing(states.saved(self.buffers.states)), self.forward.watched(self._cache):
-            graph.capturable(partial(self._logits, model))()
+        with undoing(fixed.saved_states(self.buffers.states)), self.forward.watched(self._cache):
+            capturable(partial(self._logits, model))()
 
     # ---- slots: inputs come and go while others continue
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastgen import patching, releases
-from fastgen.decoding import packing
+from fastgen.decoding import unpadding
 from fastgen.decoding.captured.recording import is_capturing
 
 # Arguments of attention functions that change which tokens of its sequence a token attends to.
@@ -58,7 +58,7 @@ def over_all_tokens(
     """`sdpa_attention_forward`, by FastGen's operator if each token attends to exactly all tokens of its sequence."""
     is_over_all = attention_mask is None and not dropout and not getattr(module, "is_causal", True)
     if is_over_all and changing_argument(kwargs) is None:
-        context = packing.attend_equal(query, key, value, scaling)
+        context = unpadding.attend_equal(query, key, value, scaling)
         if context is not None:
             return context, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, patching, releases, settings
-from fastgen.decoding import host_memory, library_code, torch_functions
+from fastgen.decoding import guards, host_memory, library_code
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.ops._library import warn_if_missing
 from fastgen.ops.half_precision import HALF
@@ -103,7 +103,7 @@ def is_left_alone() -> bool:
     # Compiled, traced or captured code must not read values.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing():
         return True
-    unusual = torch_functions.unusual()
+    unusual = guards.unusual()
     if unusual is not None:
         counters.count_not_used(ENTRY_POINT, unusual)
     return unusual is not None

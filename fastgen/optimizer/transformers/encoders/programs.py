@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, memory, settings
-from fastgen.decoding import panel_ops
+from fastgen.decoding import linear_ops
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.part import CapturedPart, Piece
+from fastgen.decoding.captured.graph import CapturedPart, Piece
 from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import results
@@ -69,7 +69,7 @@ class _Pass:
 
         pieces: list[Piece] = [(function, None)]
         self._part.run(pieces)  # allocates the buffers before the recording
-        with panel_ops.suspended():
+        with linear_ops.panels_suspended():
             self._part.capture(pieces)
 
     @property

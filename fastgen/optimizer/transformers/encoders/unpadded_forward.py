@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fastgen import releases
-from fastgen.decoding import length_buckets
-from fastgen.decoding.packing import Packing
+from fastgen.decoding import unpadding
+from fastgen.decoding.unpadding import Packing
 from fastgen.locks import cached_property
 from fastgen.optimizer.transformers.encoders import attention, results
 from fastgen.optimizer.transformers.encoders.results import Declined
@@ -215,7 +215,7 @@ class UnpaddedForward:
         in_front = not bool(self._mask[:, 0].all())
         if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
-        buckets = length_buckets.by_mask(self._mask, in_front, cost=BUCKET_COST)
+        buckets = unpadding.by_mask(self._mask, in_front, cost=BUCKET_COST)
         if not buckets:  # a single bucket, as long as its longest sequence
             longest = int(self._mask.sum(dim=1).max())
             buckets = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]

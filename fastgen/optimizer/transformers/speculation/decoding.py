@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from fastgen import counters, releases
-from fastgen.decoding.back_off import BackOff
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.retrying import BackOff
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.costs import HOST
 from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, DraftLength, can_begin

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.decoding.captured.capturable import SymbolicLength
 from fastgen.decoding.kv.rows import RaggedState
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as library
 
 import fastgen
-from fastgen.decoding.captured.graph import capturable
+from fastgen.decoding.captured.capturable import capturable
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers.captured.processor_data import Bucket

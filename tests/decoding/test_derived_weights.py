@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fastgen import caches, memory
-from fastgen.decoding.weights import cache
-from fastgen.decoding.weights.cache import DerivedWeight, Format
+from fastgen.decoding import derived_weights
+from fastgen.decoding.derived_weights import DerivedWeight, Format
 from fastgen.ops import fingerprint
 from tests.noting import noted
 
@@ -26,7 +26,7 @@ NBYTES = 64 * 64 * 4
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """No other test's copies are counted."""
-    cache.drop_all()
+    derived_weights.drop_all()
     another_call()
     with torch.no_grad():
         yield
@@ -35,10 +35,10 @@ def alone() -> Iterator[None]:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What a new call finds to be free, without copies: room for two of them."""
-    found = [math.ceil(2 * NBYTES / cache.SHARE_OF_MEMORY)]
+    found = [math.ceil(2 * NBYTES / derived_weights.SHARE_OF_MEMORY)]
 
     def left() -> int:
-        return found[0] - sum(each.nbytes for each in cache.known())
+        return found[0] - sum(each.nbytes for each in derived_weights.known())
 
     monkeypatch.setattr(memory, "free_host_memory", left)
     return found
@@ -49,12 +49,12 @@ def parameter() -> nn.Parameter:
 
 
 def derived(weight: nn.Parameter, format: Format = DOUBLED) -> DerivedWeight:
-    return cache.of(weight, format, weight)
+    return derived_weights.of(weight, format, weight)
 
 
 def another_call() -> None:
     """Of this thread, which is over: until the next one begins, what happens counts as a part of it."""
-    with cache.call():
+    with derived_weights.call():
         pass
 
 
@@ -62,7 +62,7 @@ def test_a_weight_is_one_in_a_format_whoever_asks() -> None:
     weight = parameter()
     first = derived(weight)
     assert derived(weight) is first and derived(weight, COMPARED) is not first
-    assert cache.of(weight.t(), DOUBLED, weight) is not first
+    assert derived_weights.of(weight.t(), DOUBLED, weight) is not first
     copy = first.optional()
     assert torch.equal(copy, weight * 2) and derived(weight).optional() is copy and first.nbytes == NBYTES
 
@@ -70,7 +70,7 @@ def test_a_weight_is_one_in_a_format_whoever_asks() -> None:
 def test_it_goes_with_the_last_one_that_holds_it() -> None:
     held = derived(parameter())
     copy = weakref.ref(held.make())
-    assert held in cache.known()
+    assert held in derived_weights.known()
     del held
     gc.collect()
     assert copy() is None
@@ -99,21 +99,21 @@ def test_a_changed_parameter_is_another_weight(change: object) -> None:
 def test_a_copy_counts_for_those_that_began_before_it_was_validated() -> None:
     weight = parameter()
     plain, compared = derived(weight), derived(weight, COMPARED)
-    begun = cache.now()
+    begun = derived_weights.now()
     copies = plain.make(), compared.make()
     assert (plain.current(begun), compared.current(begun)) == copies
-    since = cache.now()
+    since = derived_weights.now()
     assert plain.current(since) is None  # nothing tells whether it still stands for the weight
     assert compared.current(since) is copies[1]
     weight.data.add_(1)
     assert compared.is_of(weight) and compared.current(since) is copies[1]
-    assert compared.current(cache.now()) is None and compared.copy is None
+    assert compared.current(derived_weights.now()) is None and compared.copy is None
 
 
 def test_contents_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = derived(parameter(), COMPARED)
     compared.make()
-    since, looks = cache.now(), noted(monkeypatch, fingerprint, "fingerprint")
+    since, looks = derived_weights.now(), noted(monkeypatch, fingerprint, "fingerprint")
     for _ in range(3):
         assert compared.current(since) is not None
     assert len(looks) == 1
@@ -154,7 +154,7 @@ def test_there_is_one_budget(free: list[int]) -> None:
 def test_copies_that_were_not_used_lately_go_for_new_ones(free: list[int]) -> None:
     held = [derived(parameter()) for _ in range(4)]
     assert held[0].make() is not None and held[1].make() is not None
-    for _ in range(cache.BACK_OFF):
+    for _ in range(derived_weights.BACK_OFF):
         another_call()
     held[0].current()
     assert held[2].make() is None and held[1].copy is not None
@@ -166,20 +166,20 @@ def test_copies_that_were_not_used_lately_go_for_new_ones(free: list[int]) -> No
 def test_nothing_is_evicted_in_vain(free: list[int]) -> None:
     held = derived(parameter())
     held.make()
-    for _ in range(cache.BACK_OFF + 1):
+    for _ in range(derived_weights.BACK_OFF + 1):
         another_call()
-    assert not cache.has_memory(3 * NBYTES, torch.device("cpu")) and held.copy is not None
-    assert cache.has_memory(2 * NBYTES, torch.device("cpu")) and held.copy is None
+    assert not derived_weights.has_memory(3 * NBYTES, torch.device("cpu")) and held.copy is not None
+    assert derived_weights.has_memory(2 * NBYTES, torch.device("cpu")) and held.copy is None
 
 
 def test_what_the_user_asks_for_is_not_evicted_and_fails_where_it_does_not_fit(free: list[int]) -> None:
     free[0] = 5 * NBYTES + NBYTES // 2
     asked = derived(parameter())
     for _ in range(3):  # more than the budget
-        assert asked.required(cache.now()) is not None
+        assert asked.required(derived_weights.now()) is not None
     others = [derived(parameter()) for _ in range(3)]
     assert all(each.required(0) is not None for each in others)
-    for _ in range(cache.BACK_OFF + 1):
+    for _ in range(derived_weights.BACK_OFF + 1):
         another_call()
     assert derived(parameter()).make() is None and all(each.copy is not None for each in (asked, *others))
     free[0] = 4 * NBYTES
@@ -196,12 +196,12 @@ def test_a_copy_that_cannot_be_made_is_not_tried_for_some_calls() -> None:
     tried: list[int] = []
     never = Format("never", lambda weight: tried.append(1), 4.0)
     held = derived(parameter(), never)
-    for _ in range(cache.BACK_OFF + 1):
+    for _ in range(derived_weights.BACK_OFF + 1):
         another_call()
         assert [held.in_step() for _ in range(3)] == [None] * 3
     assert len(tried) == 1
     another_call()
-    assert not any(held.in_step() for _ in range(cache.STEPS_OF_COPY)) and len(tried) == 2
+    assert not any(held.in_step() for _ in range(derived_weights.STEPS_OF_COPY)) and len(tried) == 2
 
 
 def test_what_a_draft_has_made_does_not_count_for_who_asks_later() -> None:
@@ -209,7 +209,7 @@ def test_what_a_draft_has_made_does_not_count_for_who_asks_later() -> None:
     weight = parameter()
     held = derived(weight)
     held.optional()
-    since = cache.now()
+    since = derived_weights.now()
     weight.data.mul_(3)
     assert torch.equal(held.required(since), weight * 2)
 
@@ -218,7 +218,7 @@ def test_a_copy_that_the_user_asks_for_is_his_whoever_made_it(free: list[int]) -
     held, others = derived(parameter()), [derived(parameter()) for _ in range(3)]
     held.optional()
     held.required(0)
-    for _ in range(cache.BACK_OFF + 1):
+    for _ in range(derived_weights.BACK_OFF + 1):
         another_call()
     for each in others:
         each.optional()
@@ -232,9 +232,28 @@ def test_a_copy_that_goes_while_it_is_validated_stays_gone(monkeypatch: pytest.M
 
     def dropping(weight: torch.Tensor) -> int:
         found = taken(weight)
-        cache.drop_all()  # as another thread may
+        derived_weights.drop_all()  # as another thread may
         return found
 
     monkeypatch.setattr(fingerprint, "fingerprint", dropping)
-    held.current(cache.now())
+    held.current(derived_weights.now())
     assert held.copy is None
+
+
+FORMATS = [
+    derived_weights.PANELS,
+    derived_weights.LM_HEAD,
+    derived_weights.DRAFT_HEAD,
+    *(derived_weights.low_bit(*each) for each in [("bf16", 32), ("int8", 32), ("int8", 128), ("int4", 32)]),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: f"{format.name} {format.itemsize}")
+def test_a_copy_takes_about_what_its_format_says(format: derived_weights.Format) -> None:
+    if format.name == "bf16" and derived_weights.unavailable("bf16") is not None:
+        pytest.skip(str(derived_weights.unavailable("bf16")))
+    weight = nn.Parameter(torch.randn(1024, 512).bfloat16().float(), requires_grad=False)
+    copy = derived_weights.of(weight, format, weight)
+    with derived_weights.call():
+        assert copy.optional() is not None
+    assert copy.nbytes == pytest.approx(format.nbytes(weight), rel=0.1)

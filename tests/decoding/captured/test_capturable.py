@@ -1,4 +1,4 @@
-"""A number on the device: what its bounds decide, the host says without looking at it."""
+"""Numbers on the device: what their bounds decide, the host says without looking; and numbers of the host."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.captured.graph import capturable
-from fastgen.decoding.kv.row_lengths import RowLengths, arange, getitem
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.capturable import Capturable, RowLengths, SymbolicLength, capturable
 from tests.recorded_graph import RecordedGraph
 
 LOW, HIGH = 3, 6
 COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+def arange(*args: Any, **options: Any) -> Any:
+    with Capturable():
+        return torch.arange(*args, **options)
+
+
+def getitem(table: torch.Tensor, index: Any) -> Any:
+    with Capturable():
+        return table[index]
 
 
 def made() -> tuple[torch.Tensor, SymbolicLength]:
@@ -86,3 +95,44 @@ def test_ranges_and_slices_of_each_row() -> None:
     rows, table = RowLengths.of(torch.tensor([1, 4]), bounded), torch.arange(20).view(1, 20) * 2
     assert arange(rows, rows + 2).by_row.tolist() == [[1, 2], [4, 5]]
     assert getitem(table, (slice(None), slice(rows + 1, rows + 3))).by_row.tolist() == [[[4, 6]], [[10, 12]]]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, mask: torch.where(mask, x, -1.5),
+        lambda x, mask: torch.where(mask, 2, x),
+        lambda x, mask: torch.where(mask, 1.0, 0.0),
+        lambda x, mask: torch.where(mask, x.long(), 2.5),
+        lambda x, mask: torch.where(mask, x.half(), -float("inf")),
+        lambda x, mask: x.where(mask, -2),
+        lambda x, mask: x + torch.tensor(1.5, device=x.device, dtype=x.dtype),
+        lambda x, mask: x + torch.tensor(2, device=x.device),
+        lambda x, mask: torch.where(mask, torch.tensor(0.0, device=x.device, dtype=x.dtype), -3.0),
+        lambda x, mask: x.index_copy(0, torch.tensor([2, 0], device=x.device), x[:2]),
+        lambda x, mask: x + torch.tensor((1.5, -0.1, 2.0), device=x.device, dtype=x.dtype),
+        lambda x, mask: mask & torch.tensor([True, False, True], device=x.device),
+        lambda x, mask: x[[1]].neg_() + x,
+        lambda x, mask: x.view(1, 3, 1)[..., [-1], :],
+    ],
+)
+def test_numbers_are_made_on_the_device(device: torch.device, function: Callable[..., torch.Tensor]) -> None:
+    """With the same result, of the same type; as it stands, it cannot be captured."""
+    x, out = torch.tensor([0.5, -1.0, 2.0], device=device), list[torch.Tensor]()
+    mask = x > 0
+    wanted = function(x, mask)
+    graphed: Any = graph.Graph(device) if device.type == "cuda" else RecordedGraph()
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match="not permitted"):
+            RecordedGraph().capture(lambda: function(x, mask))
+    graphed.capture(capturable(lambda: out.append(function(x, mask))))
+    graphed.replay()
+    assert out[0].dtype == wanted.dtype
+    assert torch.equal(out[0], wanted)
+
+
+@pytest.mark.parametrize("index", [[3], [-4], (slice(None), [2]), (..., [-3])], ids=str)
+def test_a_place_that_is_not_there(index: Any) -> None:
+    x = torch.zeros(3, 2)
+    with Capturable(), pytest.raises(IndexError):
+        x[index]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.decoding import graph_passes
+from fastgen.decoding import recorded_graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.ops import packed_attention
@@ -23,7 +23,9 @@ SQUARE = torch.arange(25.0).view(5, 5)
 def names(function: Callable[[], Any]) -> list[str]:
     with torch.inference_mode():
         recording, _ = record(function)
-        found = [each.function.overloadpacket._qualified_op_name for each in graph_passes.run(recording).operations]
+        found = [
+            each.function.overloadpacket._qualified_op_name for each in recorded_graph.run_passes(recording).operations
+        ]
     return [name.removeprefix("aten::") for name in found]
 
 

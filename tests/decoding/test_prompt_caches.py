@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastgen.decoding.kv.cache import Pair
-from fastgen.decoding.kv.prefixes import BLOCK, PrefixCache
+from fastgen.decoding.kv import Pair
+from fastgen.decoding.prompt_caches import BLOCK, PrefixCache
 
 LAYERS, HEADS, DIM = 2, 3, 4
 OF_BLOCK = LAYERS * 2 * HEADS * BLOCK * DIM * 4

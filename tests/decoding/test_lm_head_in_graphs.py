@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.decoding import graph_passes, lm_head
+from fastgen.decoding import lm_head, recorded_graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding.lm_head_pass import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
+from fastgen.decoding.lm_head import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
 from fastgen.ops import approximate_logits, top_two
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 
@@ -47,7 +47,7 @@ def is_estimated(function: Callable[[], Tensor]) -> bool:
 
     with torch.inference_mode():
         recording, _ = record(step)
-        names = [each.function for each in graph_passes.run(recording).operations]
+        names = [each.function for each in lm_head.with_greedy_heads(recorded_graph.run_passes(recording).operations)]
         program = Program()
         program.capture(step)
     assert (APPROXIMATE_LOGITS in names) == (ARGMAX in names or TOP_TWO in names)

@@ -12,10 +12,10 @@ from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
 from torch import nn
 
-from fastgen.decoding import arena
-from fastgen.decoding.arena import ALIGNMENT, LEAST_CHUNK, Arena, Buffer, Chunk, lifetimes, plan
+from fastgen.decoding import program_memory
 from fastgen.decoding.captured.recording import record
-from fastgen.decoding.operations import TensorRef
+from fastgen.decoding.program_memory import ALIGNMENT, LEAST_CHUNK, Arena, Buffer, Chunk, lifetimes, plan
+from fastgen.decoding.recorded_graph import TensorRef
 
 
 def aligned(size: int) -> int:
@@ -121,7 +121,7 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("not enough memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "Chunk", fail)
+        patch.setattr(program_memory, "Chunk", fail)
         with pytest.raises(RuntimeError, match="not enough memory"):
             memory.place({0: Buffer(2 * LEAST_CHUNK, 0, 0)})
     assert (memory.allocations, memory.nbytes) == (1, LEAST_CHUNK)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.part import CapturedPart, Piece
+from fastgen.decoding.captured.graph import CapturedPart, Piece
 from tests.recorded_graph import RecordedGraph
 
 CPU = torch.device("cpu")

@@ -1,13 +1,16 @@
-"""Texts in one row: attention within each of them, by FastGen's operator and by torch's."""
+"""Length buckets, and texts in one row: attention within each of them, by FastGen's operator and by torch's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.decoding.packing import Packing, attend_equal
+from fastgen.decoding import unpadding
+from fastgen.decoding.unpadding import Packing, attend_equal
 from fastgen.ops import packed_attention
 from tests.noting import noted
 
@@ -77,3 +80,24 @@ def test_texts_that_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(packed_attention, "is_available", lambda: False)
     assert attend_equal(query, keys, values, None) is None
     assert calls == []
+
+
+@given(lengths=st.lists(st.integers(1, 600), min_size=1, max_size=8), further=st.integers(0, 50))
+def test_groups_are_the_cheapest(lengths: list[int], further: int) -> None:
+    longest = max(lengths) + further
+    made = unpadding.by_length(lengths, longest)
+    ordered = sorted(lengths, reverse=True)
+
+    def cheapest(end: int) -> int:
+        if end == 0:
+            return 0
+        return min(cheapest(i) + (end - i) * ordered[i] + unpadding.BUCKET_COST for i in range(end))
+
+    whole = len(lengths) * longest
+    best = cheapest(len(ordered))
+    if not made:
+        assert best > 0.9 * whole or whole - sum(lengths) < 0.1 * whole
+        return
+    assert sorted(row for rows, _ in made for row in rows.tolist()) == list(range(len(lengths)))
+    assert all(max(lengths[row] for row in rows.tolist()) == length for rows, length in made)
+    assert sum(rows.shape[0] * length + unpadding.BUCKET_COST for rows, length in made) == best

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import panel_ops
+from fastgen.decoding import derived_weights, linear_ops
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.weights import cache, formats
 from fastgen.ops import command_list, exact_cast, fingerprint
 from fastgen.ops.linear import choose, panels
 from fastgen.ops.linear.kernels import GEMM
@@ -32,7 +31,7 @@ TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
 @pytest.fixture(autouse=True)
 def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     fastgen.reset_stats()
-    monkeypatch.setattr(formats, "MIN_PANELS", 0)
+    monkeypatch.setattr(derived_weights, "MIN_PANELS", 0)
 
 
 def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
@@ -45,7 +44,7 @@ class Step:
         self.biases = [torch.randn(len(weight)) if biased else None for weight in weights]
         self.out = [torch.zeros(rows, len(weight)) for weight in weights]
         of = zip(weights, self.biases, strict=True)
-        self.with_panels = {each.data_ptr() for each, bias in of if panel_ops.has_panels(self.x, each, bias)}
+        self.with_panels = {each.data_ptr() for each, bias in of if linear_ops.has_panels(self.x, each, bias)}
         self.program = Program()
         self.program.capture(self.step)
 
@@ -70,16 +69,16 @@ class Step:
         return kernel.multiply(self.x, weight, bias)
 
     def call(self, steps: int = 5) -> bool:
-        with cache.call():
+        with derived_weights.call():
             return all([self.is_right() for _ in range(steps)])
 
 
-Found = Callable[[], list[cache.DerivedWeight]]
+Found = Callable[[], list[derived_weights.DerivedWeight]]
 
 
 @pytest.fixture
-def known(derived_weights: Found) -> Found:
-    return lambda: [each for each in derived_weights() if each.format is formats.PANELS]
+def known(new_copies: Found) -> Found:
+    return lambda: [each for each in new_copies() if each.format is derived_weights.PANELS]
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_several_with_one_input(copies: Found) -> None:
     ]
     step = Step(*weights)
     assert step.call() and len(copies()) == 3
-    assert fastgen.stats()[formats.PANELS.counted_as]["accelerated"] == 1
+    assert fastgen.stats()[derived_weights.PANELS.counted_as]["accelerated"] == 1
 
 
 def test_one_number_that_is_none_of_16_bits(copies: Found) -> None:
@@ -130,7 +129,7 @@ def test_one_number_that_is_none_of_16_bits(copies: Found) -> None:
 def test_no_copy(make: Callable[[], Step], known: Found) -> None:
     step = make()
     step.call()
-    assert not known() and formats.PANELS.counted_as not in fastgen.stats()
+    assert not known() and derived_weights.PANELS.counted_as not in fastgen.stats()
 
 
 def test_no_copy_where_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch, known: Found) -> None:
@@ -150,7 +149,7 @@ def test_a_weight_that_the_step_writes_has_no_copy(known: Found) -> None:
 
     program = Program()
     program.capture(step)
-    with cache.call():
+    with derived_weights.call():
         for _ in range(5):
             before = weight.clone()
             program.replay()
@@ -188,23 +187,23 @@ def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype, copies:
         weight.data[30:] = weight_of(dtype)[30:]
         assert step.call() and not copies()
     weight.data.copy_(weight_of(dtype))
-    assert step.call(cache.STEPS_OF_COPY + 3) and len(copies()) == (dtype is not torch.float32)
+    assert step.call(derived_weights.STEPS_OF_COPY + 3) and len(copies()) == (dtype is not torch.float32)
     assert weight._version == version
     weight.data.copy_(weight_of(torch.float16))
-    for _ in range(cache.BACK_OFF + 2):
+    for _ in range(derived_weights.BACK_OFF + 2):
         assert step.call(3)
-    assert step.call(cache.STEPS_OF_COPY + 3) and len(copies()) == 1
+    assert step.call(derived_weights.STEPS_OF_COPY + 3) and len(copies()) == 1
 
 
 def test_code_of_others_inside_a_call_may_write_to_weights(copies: Found) -> None:
     step = Step(weight_of(torch.bfloat16))
-    with cache.call():
+    with derived_weights.call():
         assert all(step.is_right() for _ in range(3)) and copies()
-        cache.third_party_runs()
-        with cache.call():  # of others, inside
+        derived_weights.third_party_runs()
+        with derived_weights.call():  # of others, inside
             step.weights[0].data.copy_(weight_of(torch.bfloat16))
         assert all(step.is_right() for _ in range(20))
-    assert step.call(2 * cache.STEPS_OF_COPY) and copies()
+    assert step.call(2 * derived_weights.STEPS_OF_COPY) and copies()
 
 
 def test_a_step_with_copies_is_one_plan_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,14 +228,14 @@ def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch, copies: Found) -> None:
-    step, asked = Step(weight_of(torch.bfloat16)), noted(monkeypatch, cache.DerivedWeight, "in_step")
+    step, asked = Step(weight_of(torch.bfloat16)), noted(monkeypatch, derived_weights.DerivedWeight, "in_step")
     for _ in range(2):
         asked.clear()
         assert step.call(9) and len(asked) == 2
     step.weights[0].data.copy_(weight_of(torch.bfloat16))
     asked.clear()
-    assert step.call(cache.STEPS_OF_COPY + 9) and copies()
-    assert len(asked) == cache.STEPS_OF_COPY + 1
+    assert step.call(derived_weights.STEPS_OF_COPY + 9) and copies()
+    assert len(asked) == derived_weights.STEPS_OF_COPY + 1
 
 
 def test_a_copy_of_a_weight_that_has_changed_is_freed() -> None:
@@ -244,7 +243,7 @@ def test_a_copy_of_a_weight_that_has_changed_is_freed() -> None:
     weight = weight_of(torch.bfloat16)
     step = Step(weight)
     assert step.call()
-    copy = weakref.ref(cache.of(weight, formats.PANELS).copy)
+    copy = weakref.ref(derived_weights.of(weight, derived_weights.PANELS).copy)
     assert step.call(1) and copy() is not None
     weight.normal_()
     assert step.call(2) and copy() is None
@@ -254,12 +253,12 @@ def test_calls_are_counted() -> None:
     step = Step(weight_of(torch.bfloat16))
     for steps in (1, 2, 9):
         step.call(steps)
-    assert fastgen.stats()[formats.PANELS.counted_as] == {"accelerated": 2, "fallback": {}}
+    assert fastgen.stats()[derived_weights.PANELS.counted_as] == {"accelerated": 2, "fallback": {}}
 
 
 def test_suspended() -> None:
     x, weight = torch.randn(1, 512), torch.randn(256, 512).bfloat16().float()
-    assert panel_ops.has_panels(x, weight, None)
-    with panel_ops.suspended():
-        assert not panel_ops.has_panels(x, weight, None)
-    assert panel_ops.has_panels(x, weight, None)
+    assert linear_ops.has_panels(x, weight, None)
+    with linear_ops.panels_suspended():
+        assert not linear_ops.has_panels(x, weight, None)
+    assert linear_ops.has_panels(x, weight, None)
