@@ -17,9 +17,9 @@ from fastgen.locks import cached_property
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.captured import processors
+from fastgen.optimizer.transformers.captured.choice import HostCode, append
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
 from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
-from fastgen.optimizer.transformers.captured.host import HostCode, append
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.user_code import kind_of
 

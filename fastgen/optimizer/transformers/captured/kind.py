@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.choice import RECORDS
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.host import RECORDS
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.processors import Signed
 from fastgen.optimizer.transformers.models import why_no_drafts

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
+from fastgen.optimizer.transformers.captured.choice import Host
 from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
-from fastgen.optimizer.transformers.captured.host import Host
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.slot_drafts import SlotDrafts
 

@@ -19,9 +19,8 @@ from fastgen.decoding.kv import states
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
-from fastgen.optimizer.transformers.captured.choice import Choice, search_of
+from fastgen.optimizer.transformers.captured.choice import Choice, Host, Turn, search_of
 from fastgen.optimizer.transformers.captured.forward import Forward
-from fastgen.optimizer.transformers.captured.host import Host, Turn
 from fastgen.optimizer.transformers.captured.key import Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.sizes import Sizes
