@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from fastgen.optimizer.transformers.captured.processor_data import Bucket
-from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, StepTokens
 
 
 class Form(Protocol):

@@ -16,9 +16,8 @@ import fastgen
 from fastgen.decoding.captured.graph import capturable
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.optimizer.transformers.captured.processor_data import Bucket
 from fastgen.optimizer.transformers.captured.processors import Lengths, Signed, signed, with_temperature
-from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, StepTokens
 from tests.equivalence.models import BY_NAME
 
 VOCABULARY = 19
