@@ -28,9 +28,8 @@ from fastgen.optimizer.transformers.call import BEYOND_WINDOW, fast_layers
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
 from fastgen.optimizer.transformers.captured.choice import Choice, Turn
 from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS, DraftRows
-from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
 from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.kind import Kind
 from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.places import Places
 from fastgen.optimizer.transformers.captured.sizes import Sizes
