@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastgen.decoding.speculation.verify_rows import Chance, StepSeconds, counts
+from fastgen.optimizer.transformers.captured.slot import Chance, StepSeconds, counts
 
 SIZES = [1, 2, 4, 8, 16]
 
