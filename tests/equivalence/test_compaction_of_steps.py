@@ -16,9 +16,8 @@ import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph, part, program, symbolic_batch
 from fastgen.decoding.captured.part import CapturedPart
-from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, pays, sizes
-from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
-from fastgen.optimizer.transformers.captured.compaction import Compaction
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, pays, sizes
+from fastgen.optimizer.transformers.captured.any_batch import Compaction, SymbolicStep
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests import near_ties
@@ -304,7 +303,7 @@ def test_inputs_leave_once_idle_rows_have_cost_as_much(
     left: list[bool], known: bool, expected: int | None, monkeypatch: Patch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(compaction, "_FEW_ROWS", 16)
+    monkeypatch.setattr(any_batch, "_FEW_ROWS", 16)
     made, step, moved = step_of(left, monkeypatch, known)
     for _ in range(40):
         made.after(step, 0.1)

@@ -22,8 +22,8 @@ from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
+from fastgen.optimizer.transformers.captured.any_batch import Compaction
 from fastgen.optimizer.transformers.captured.choice import Written
-from fastgen.optimizer.transformers.captured.compaction import Compaction
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.step import DecodeStep

@@ -24,8 +24,8 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.any_batch import selected
 from fastgen.optimizer.transformers.captured.choice import Host, HostCode
-from fastgen.optimizer.transformers.captured.compaction import selected
 from fastgen.optimizer.transformers.captured.key import AXES, Key, needed_sizes, prefilled, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor

@@ -25,11 +25,11 @@ from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, fast_layers
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.any_batch import Places
 from fastgen.optimizer.transformers.captured.choice import Choice, Turn
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
-from fastgen.optimizer.transformers.captured.places import Places
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.slot import MOST_ROWS, DraftRows, Slot, StepSeconds
 from fastgen.optimizer.transformers.captured.step import DecodeStep

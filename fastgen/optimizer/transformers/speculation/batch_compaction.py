@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgen import settings
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.captured.compaction import reads_sources
+from fastgen.optimizer.transformers.captured.any_batch import reads_sources
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import STEPS_OF_A_CALL, Ledger
 from fastgen.optimizer.transformers.captured.prefilled_call import BATCHES

@@ -22,7 +22,7 @@ from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, Dr
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
-from fastgen.optimizer.transformers.captured.compaction import selected
+from fastgen.optimizer.transformers.captured.any_batch import selected
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall

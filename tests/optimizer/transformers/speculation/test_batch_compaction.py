@@ -15,7 +15,7 @@ from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation.costs import Costs
 from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.optimizer.transformers.captured import compaction, graph_cache
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache
 from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
 from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
@@ -211,7 +211,7 @@ def test_processors_that_have_a_number_of_each_row() -> None:
         transformers.RepetitionPenaltyLogitsProcessor(1.2, 2),
         transformers.NoRepeatNGramLogitsProcessor(2),
     ]
-    found = compaction.selected(given, torch.tensor([0, 2]))
+    found = any_batch.selected(given, torch.tensor([0, 2]))
     assert found[0].prompt_ignore_length.tolist() == [3, 5] and given[0].prompt_ignore_length.tolist() == [3, 0, 5]
     assert found[1:] == given[1:]
 
