@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.speculation import acceptance
+from fastgen.decoding.speculation import speculative_search
 from fastgen.optimizer.transformers.captured.key import Prompt
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.speculation.drafting import Drafting
@@ -51,7 +51,7 @@ class AssistantDrafting(Drafting):
             self.draft(model, nullcontext)
             drafted += 1
         counts = torch.full_like(self.search.length.view(-1), drafted)
-        return acceptance.confident(self._ratings[:, :drafted], counts, threshold) if threshold else counts
+        return speculative_search.confident(self._ratings[:, :drafted], counts, threshold) if threshold else counts
 
     def _all_doubt(self, drafted: int, threshold: float) -> bool:
         """Whether each unfinished row has a drafted token whose probability is less than `threshold`."""

@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.decoding.kv.rows import StepState
-from fastgen.decoding.speculation import acceptance
+from fastgen.decoding.speculation import speculative_search
 from fastgen.decoding.speculation.costs import DRAFT, Costs
-from fastgen.decoding.speculation.near_ties import best_tokens
-from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch, best_tokens
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -209,7 +208,9 @@ class Drafting:
         if self.key.samples:
             probabilities = torch.softmax(scores, dim=-1)
             self.draft_probabilities.index_copy_(1, self.drafted.view(1), probabilities.unsqueeze(1))
-            tokens = acceptance.draw(probabilities, acceptance.random_numbers(len(scores), 0, self.device)[1])
+            tokens = speculative_search.draw(
+                probabilities, speculative_search.random_numbers(len(scores), 0, self.device)[1]
+            )
         else:
             tokens = (largest if self.takes_largest else _largest)(scores)
         if self.key.draft.is_rated:
@@ -240,9 +241,9 @@ class Drafting:
     def _accept_sampled(self, scores: Tensor, drafted: Tensor) -> Tensor:
         rows, width, _ = scores.shape
         probabilities = torch.softmax(scores, dim=-1)
-        numbers = acceptance.random_numbers(rows, width - 1, self.device)
+        numbers = speculative_search.random_numbers(rows, width - 1, self.device)
         q = self.draft_probabilities[:, : width - 1] if self.key.draft.samples else None
-        accepted, token = acceptance.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
+        accepted, token = speculative_search.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
         self.accepted.copy_(accepted)
         # A NaN score makes its whole position NaN. Nothing is accepted there, so it is the last position that is drawn
         # from. Later positions belong to tokens that plain generation may never meet.

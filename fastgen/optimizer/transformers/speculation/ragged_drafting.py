@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastgen.decoding.kv.rows import RaggedState
 from fastgen.decoding.kv.symbolic_length import SymbolicLength
-from fastgen.decoding.speculation.near_ties import best_tokens
+from fastgen.decoding.speculation.speculative_search import best_tokens
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.step import DecodeStep
