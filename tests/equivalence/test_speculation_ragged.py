@@ -6,7 +6,7 @@ import pytest
 
 import fastgen
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting
+from fastgen.optimizer.transformers.speculation.drafting import RaggedDrafting
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.others import made
 from tests.equivalence.speculation import GREEDY, KNOWN, LOOKUP, all_speculate, assert_speculates, counts, same

@@ -31,11 +31,15 @@ from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step, why_no_drafts
 from fastgen.optimizer.transformers.prefill import prefill
 from fastgen.optimizer.transformers.speculation import batch_compaction
-from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
-from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
+from fastgen.optimizer.transformers.speculation.drafting import (
+    LENGTHS,
+    AssistantDrafting,
+    Drafting,
+    RaggedDrafting,
+    serves,
+)
 from fastgen.optimizer.transformers.speculation.drafts import Draft, make_next
 from fastgen.optimizer.transformers.speculation.positions import Positions
-from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
 
 ENTRY_POINT = counters.DRAFTS
 # Parts that have to be recorded first: a draft, and its verify. Without a draft, the plain call's step serves.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.decoding.kv.rows import StepState
+from fastgen.decoding.kv.rows import RaggedState, StepState
+from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.decoding.speculation import speculative_search
 from fastgen.decoding.speculation.costs import DRAFT, Costs
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch, best_tokens
+from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -303,3 +305,128 @@ class Drafting:
         """Keeps scores (0) or logits (1), [rows, positions, vocabulary], for a call that returns them."""
         if self.key.draft.records:
             self.recorded[:, : given.shape[1], place].copy_(given)
+
+
+def serves(key: Key, device: torch.device) -> bool:
+    """Whether steps of this key can verify in this way."""
+    is_plain = not (key.samples or key.processors or key.encoder or any(key.windows) or key.draft.records)
+    return device.type == "cpu" and key.rows > 1 and is_plain and not {*POSITIONS}.isdisjoint(key.tensors)
+
+
+class RaggedDrafting(Drafting):
+    """Verifies a total number of drafted tokens over all rows."""
+
+    def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
+        super().__init__(step, prompt)
+        self._of_tokens: dict[int, tuple[RaggedState, Any]] = {}
+        self._length_by_tokens = torch.zeros_like(self._cache_length)
+
+    def tokens_of(self, length: int) -> int:
+        return self.key.rows + length
+
+    def verify(self, model: Any, drafted: int) -> None:
+        if not drafted:
+            super().verify(model, 0)
+            return
+        state, cache = self._with_tokens(self.tokens_of(drafted))
+        unfinished = self.search.unfinished.flatten().tolist()
+        state.spread(
+            [count + 1 if goes_on else 0 for count, goes_on in zip(self.counts.tolist(), unfinished, strict=True)]
+        )
+        self._run_part(drafted + 1, cache, lambda: self._verify_tokens(model, state, cache))
+
+    def _with_tokens(self, tokens: int) -> tuple[RaggedState, Any]:
+        if tokens not in self._of_tokens:
+            state = RaggedState(tokens, self._buffers.position)
+            own = [kv.view(state) for kv in self._buffers.own]
+            prefix = self._buffers.sizes.cached
+            bounds = prefix, prefix + self._buffers.position.capacity
+            self._of_tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._length_by_tokens, *bounds))
+        return self._of_tokens[tokens]
+
+    def _verify_tokens(self, model: Any, state: RaggedState, cache: Any) -> None:
+        state.locate()
+        # Models' masks are for the longest row, and hide nothing that attention would not exclude by itself.
+        self._length_by_tokens.copy_(self._cache_length + self.key.width - 1)
+        logits = self._forward(model, cache, self._ids_of(state), self._inputs_of(state), 1)
+        chosen, near = (self._by_row(found, state) for found in best_tokens(logits.float(), self._products))
+        self.search.commit(chosen, self.counts, self.accepted, near, self.near_ties)
+        self._advance()
+        self._flag.send(self.search.done)
+
+    def _ids_of(self, state: RaggedState) -> Tensor:
+        at = self.search.length.view(-1) - 1
+        return self.search.running_tokens[state.row_map, at[state.row_map] + state.offsets].unsqueeze(1)
+
+    def _inputs_of(self, state: RaggedState) -> dict[str, Tensor]:
+        found = {name: buffer.index_select(0, state.row_map) for name, buffer in self._buffers.inputs.items()}
+        left = (self.search.limit - self.search.length - 1).view(-1)[state.row_map]
+        for name, given in found.items():
+            if name in POSITIONS:
+                found[name] = given + torch.minimum(state.offsets, left).unsqueeze(1)
+            elif self.key.is_sequences_mask(name):
+                own = self._buffers.sizes.cached + state.position.unsqueeze(1)
+                found[name] = given.masked_fill(torch.arange(given.shape[1], device=self.device) > own, 0)
+        return found
+
+    def _by_row(self, found: Tensor, state: RaggedState) -> Tensor:
+        """Returns [rows, width] from [tokens, 1], with zeros for positions without a token."""
+        none = found.new_zeros(self.key.rows, self.key.width)
+        return none.index_put((state.row_map, state.offsets), found.squeeze(1))
+
+
+# Parts besides the draft step, which has the same number as in the step that verifies.
+_FIRST, _STORE, _ADVANCE = -1, -2, -3
+
+
+class AssistantDrafting(Drafting):
+    """Drafts with a KV cache of its own.
+
+    The cache lacks K and V of the last drafted token, and of tokens that came without a draft. So the first step of a
+    draft reads the last two tokens. If more are missing, earlier steps store them. The sequences are those of the step
+    that verifies, to which `of` belongs.
+    """
+
+    def __init__(self, step: DecodeStep, prompt: Prompt, of: Drafting) -> None:
+        super().__init__(step, prompt)
+        self.drafted, self.draft_probabilities = of.drafted, of.draft_probabilities
+        self.costs = of.costs
+        self._back, self._back_length = self._buffers.position.beside(2), torch.zeros_like(self._cache_length)
+        self._offset = torch.zeros_like(self.drafted)
+        self._cache_back = self._cache_at(self._back, self._back_length)
+        self._behind = 1  # maximum number of tokens before the last one that are not stored
+
+    def begin(self, prompt: Prompt) -> None:
+        super().begin(prompt)
+        self._behind = 1
+
+    def propose(self, model: Any, count: int, threshold: float) -> Tensor:
+        """Drafts at most `count` tokens per row, up to the first of less than `threshold`. Returns numbers, [rows]."""
+        while self._behind > 1:
+            self._offset.fill_(-self._behind)
+            self._run_part(_STORE, self._cache_back, lambda: self._store(model))
+            self._behind = max(self._behind - 2, 1)
+        self._offset.fill_(-1)
+        self._run_part(_FIRST, self._cache_back, lambda: self._choose_draft(self._store(model)[:, -1]))
+        drafted = 1
+        while drafted < count and not (threshold and self._all_doubt(drafted, threshold)):
+            self.draft(model, nullcontext)
+            drafted += 1
+        counts = torch.full_like(self.search.length.view(-1), drafted)
+        return speculative_search.confident(self._ratings[:, :drafted], counts, threshold) if threshold else counts
+
+    def _all_doubt(self, drafted: int, threshold: float) -> bool:
+        """Whether each unfinished row has a drafted token whose probability is less than `threshold`."""
+        doubts = (self._ratings[:, :drafted] < threshold).any(dim=1)
+        return bool((doubts | ~self.search.unfinished.view(-1)).all())
+
+    def follow(self, has_drafted: bool) -> None:
+        """Advances to the new ends of the sequences."""
+        self._behind = 1 if has_drafted else self._behind + 1
+        self._run_part(_ADVANCE, self._cache_back, self._advance)
+
+    def _store(self, model: Any) -> Tensor:
+        """Stores K and V of two tokens, from `_offset` (negative) after the last one on. Returns their logits."""
+        self._back.position_table.copy_(self._buffers.position.position_table[:3] + self._offset)
+        self._back_length.copy_(self._cache_length + self._offset)
+        return self._logits(model, self._cache_back, self._offset, 2)
