@@ -7,7 +7,7 @@ the cost of a step independent of the length of the text.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 # Separates texts of a row that do not follow one another. No draft crosses it.
 BOUNDARY = -1
@@ -36,10 +36,6 @@ class PromptLookup:
     def append(self, row: int, tokens: Iterable[int]) -> None:
         """Appends tokens to a row. `BOUNDARY` separates texts, such as a source and its translation."""
         self._rows[row].append(tokens)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows, in this order, and forgets the others."""
-        self._rows = [self._rows[row] for row in rows]
 
     def propose(self, row: int, most: int) -> list[int]:
         """Returns a draft of at most `most` following tokens; empty if the last token occurs nowhere else."""

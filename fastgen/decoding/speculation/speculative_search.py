@@ -80,16 +80,6 @@ class SpeculativeSearch(Search):
         self.unfinished.logical_and_(~self._by_input(rows))
         self.done.logical_or_(~self.unfinished.any())
 
-    def put_back(self, larger: SpeculativeSearch, inputs: Tensor) -> None:
-        """Writes the state of this search back to `larger`, from which it has taken over these inputs."""
-        for name, buffer in vars(self).items():
-            if isinstance(buffer, Tensor):
-                old = getattr(larger, name)
-                if old.shape == buffer.shape:
-                    old.copy_(buffer)
-                else:
-                    old.view(larger._batch, -1)[inputs] = buffer.view(self._batch, -1)
-
     def commit(
         self, chosen: Tensor, counts: Tensor | None, accepted: Tensor, near: Tensor | None, near_ties: Tensor
     ) -> None:

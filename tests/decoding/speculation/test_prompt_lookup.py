@@ -58,16 +58,6 @@ def test_texts_that_do_not_follow_one_another():
     assert lookup.propose(0, 4) == []
 
 
-def test_rows_that_leave():
-    lookup = PromptLookup(3, 2, 3)
-    for row, tokens in enumerate(([5, 6, 5], [1, 2, 1], [0])):
-        lookup.append(row, tokens)
-    assert [lookup.propose(row, 3) for row in range(3)] == [[6, 5, 6], [2, 1, 2], []]
-    lookup.keep([1, 0])
-    lookup.append(0, [2])
-    assert [lookup.propose(row, 3) for row in range(2)] == [[1, 2, 1], [6, 5, 6]]
-
-
 @given(TOKENS, st.sampled_from([1, 2, 3, 5, 9, 10**9]), st.integers(1, 6))
 @settings(max_examples=60)
 def test_more_than_is_indexed(tokens, max_ngram, most):

@@ -7,9 +7,8 @@ Buffers that grow may have any size, so the recorded steps have the smallest pos
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -321,7 +320,10 @@ class Compaction:
         self._order = list(range(inputs))  # the input of each place
         self._finished: dict[int, Tensor] = {}
         self._steps, self._lost = 0, 0.0  # `_lost` in steps of all places
-        self._is_over = not is_symbolic(key) or reads_sources(key)  # no input can leave any more
+        # A processor that holds the encoder's input of each sequence lets no input leave.
+        signatures: Any = key.processors or ()
+        reads_sources = any(kind.reads_source for kind, *_ in signatures)
+        self._is_over = not is_symbolic(key) or reads_sources  # no input can leave any more
 
     @property
     def places(self) -> int | None:
@@ -350,8 +352,8 @@ class Compaction:
         if is_repeatable():
             cost += STEPS_OF_SPECIALIZING
         elif self._lost >= cost and step.parts[1].smallest(left) != left:
-            is_recorded = is_recorded(self._model, step.key, step.sizes, left)
-            cost += self._ledger.steps_of_specializing(seconds, is_recorded)
+            exists = is_recorded(self._model, step.key, step.sizes, left)
+            cost += self._ledger.steps_of_specializing(seconds, exists)
         if self._lost >= cost:
             self._compact(step, goes_on)
 
@@ -384,21 +386,3 @@ class Compaction:
         longest = max(each.shape[1] for each in found.values())
         width = [(0, longest - found[number].shape[1]) for number in sorted(found)]
         return torch.cat([pad(found[number], more, value=self._fill) for number, more in enumerate(width)])
-
-
-def selected(processors: Iterable[Any], rows: Tensor) -> list[Any]:
-    """Returns the processors of a call that continues with these of its rows."""
-    found = []
-    for processor in processors:
-        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # one per row
-            processor = copy.copy(processor)
-            given = processor.prompt_ignore_length
-            processor.prompt_ignore_length = given[rows.to(given.device)]
-        found.append(processor)
-    return found
-
-
-def reads_sources(key: Key) -> bool:
-    """Whether a processor holds the encoder's input of each sequence, so that no input may leave."""
-    signatures: Any = key.processors or ()
-    return any(kind.reads_source for kind, *_ in signatures)

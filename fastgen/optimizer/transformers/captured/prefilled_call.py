@@ -24,7 +24,6 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.any_batch import selected
 from fastgen.optimizer.transformers.captured.choice import Host, HostCode
 from fastgen.optimizer.transformers.captured.key import AXES, Key, needed_sizes, prefilled, room_for_ends
 from fastgen.optimizer.transformers.captured.pays import certain_tokens
@@ -140,7 +139,7 @@ class PrefilledCall:
         """
         given = self._signed
         if inputs is not None:
-            given = self._sign(selected(self._processors, rows_of(torch.tensor(inputs), self._per_input)))
+            given = self._sign(processors.of_rows(self._processors, rows_of(torch.tensor(inputs), self._per_input)))
         known = processors.all_known(given)
         return not made or (known is not None and processors.refresh(made, known))
 

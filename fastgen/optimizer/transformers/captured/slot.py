@@ -1,4 +1,10 @@
-"""An input that enters a step while others continue, and what belongs to it alone."""
+"""An input that enters a step while others continue, and the drafts that free rows verify for it.
+
+Each row that verifies is a copy of an input, one drafted token longer than the one before, and shares the input's K and
+V. So it is a row of the step like any other: its processors and its draw are those that the input would have after
+these tokens, and it chooses what the input would choose. A drafted token is kept if the row before it has chosen the
+same token. Greedy or drawn, the tokens are therefore those of a step without drafts.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,30 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
+from fastgen.decoding.speculation.draft_length import Chance, by_gain
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.optimizer.transformers.captured.choice import Host
 from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
+
+# Maximum number of tokens of a draft: their probabilities multiply.
+MOST = 15
+# The most rows of a step with drafts: beyond these, the time of a step grows in proportion to its rows.
+MOST_ROWS = 16
+# Initial probabilities that a token is right: if the form of the result forces it, as the model may write the same
+# text with other tokens; and after one, two, or three tokens that have occurred before.
+_FORCED, _FOUND = 0.9, (0.1, 0.3, 0.6)
+# Weight of a verified token in the average of its input, and in that of all inputs.
+_WEIGHT, _WEIGHT_FOR_ALL = 0.2, 0.02
+# Less likely tokens are not verified: their gain is smaller than the error of the costs.
+_LEAST_CHANCE = 0.05
+# The assumed part of a step's time that another row adds, and the number of measurements of a step that replace it.
+_SHARE, _MEASURED = 0.08, 3
+# Drafts are verified if the rate of tokens grows at least by this factor.
+_LEAST_GAIN = 1.05
+# Number of latest measurements that count. Other processes may disturb each of them.
+_LATEST = 16
 
 
 @dataclass(eq=False)
@@ -105,11 +130,7 @@ class Slot:
             return otherwise
 
 
-# Maximum number of tokens of a draft: their probabilities multiply.
-MOST = 15
-# Initial probabilities that a token is right: if the form of the result forces it, as the model may write the same
-# text with other tokens; and after one, two, or three tokens that have occurred before.
-_FORCED, _FOUND = 0.9, (0.1, 0.3, 0.6)
+# ---- what is drafted
 
 
 class Chances:
@@ -121,12 +142,12 @@ class Chances:
     """
 
     def __init__(self) -> None:
-        self.forced, self.found = Chance(_FORCED), [*map(Chance, _FOUND)]
+        self.forced, *self.found = (Chance(first, _WEIGHT_FOR_ALL) for first in (_FORCED, *_FOUND))
 
     def of_input(self) -> Chances:
         """Returns those of another input, which begin with what is known of all inputs."""
         made = Chances()
-        made.forced, made.found = self.forced.of_input(), [each.of_input() for each in self.found]
+        made.forced, *made.found = (Chance(each.value, _WEIGHT, of_all=each) for each in (self.forced, *self.found))
         return made
 
 
@@ -165,8 +186,7 @@ class SlotDrafts:
         return found, self._chances.found[min(max(size, 1), len(self._chances.found)) - 1]
 
 
-# The most rows of a step with drafts: beyond these, the time of a step grows in proportion to its rows.
-MOST_ROWS = 16
+# ---- which drafts are verified
 
 
 class Draft(NamedTuple):
@@ -219,8 +239,8 @@ class DraftRows:
         self._proposed = [draft for draft in proposed if draft.tokens]
         if not self._proposed:
             return taken
-        chances = [[each.chance.value] * len(each.tokens) for each in self._proposed]
-        chosen = counts(chances, taken, room, self._seconds, places())
+        drafts = [(each.chance.value, len(each.tokens)) for each in self._proposed]
+        chosen = counts(drafts, taken, room, self._seconds, places())
         for draft, count in zip(self._proposed, chosen, strict=True):
             if count:
                 taken += self._fork(step, draft._replace(tokens=draft.tokens[:count]), taken)
@@ -296,46 +316,6 @@ class DraftRows:
         self.accepted += right
 
 
-# Weight of a verified token in the average of its input, and in that of all inputs.
-_WEIGHT, _WEIGHT_FOR_ALL = 0.2, 0.02
-# Less likely tokens are not verified: their gain is smaller than the error of the costs.
-_LEAST_CHANCE = 0.05
-# The assumed part of a step's time that another row adds, and the number of measurements of a step that replace it.
-_SHARE, _MEASURED = 0.08, 3
-# Drafts are verified if the rate of tokens grows at least by this factor.
-_LEAST_GAIN = 1.05
-# Number of latest measurements that count. Other processes may disturb each of them.
-_LATEST = 16
-
-
-class Chance:
-    """The probability that a drafted token is right if those before it are: a moving average.
-
-    Args:
-        first: the initial value.
-    """
-
-    def __init__(self, first: float) -> None:
-        self.value = first
-        self._all: Chance | None = None
-
-    def of_input(self) -> Chance:
-        """Returns the chance of another input, which begins with this value. What it notes is noted here, too."""
-        made = Chance(self.value)
-        made._all = self
-        return made
-
-    def note(self, verified: int, right: int) -> None:
-        """Notes how many of the first tokens of a draft were right. Nothing is known after the first wrong one."""
-        for number in range(min(verified, right + 1)):
-            self._note(number < right, _WEIGHT)
-            if self._all is not None:
-                self._all._note(number < right, _WEIGHT_FOR_ALL)
-
-    def _note(self, is_right: bool, weight: float) -> None:
-        self.value += weight * (is_right - self.value)
-
-
 class StepSeconds:
     """Times of steps by their number of rows. If nothing may depend on the clock, no measurement is noted."""
 
@@ -356,29 +336,29 @@ class StepSeconds:
 
 
 def counts(
-    chances: Sequence[Sequence[float]], inputs: int, room: int, seconds: StepSeconds, sizes: Sequence[int]
+    drafts: Sequence[tuple[float, int]], inputs: int, room: int, seconds: StepSeconds, sizes: Sequence[int]
 ) -> list[int]:
-    """Returns how many tokens of each draft to verify.
+    """Returns how many tokens of each draft to verify: as many as maximize the tokens per second.
+
+    A verified token takes a row. Its value is the probability that it is right, and its cost is the additional time of
+    the step. So a step that serves many inputs verifies few drafts, or none.
 
     Args:
-        chances: for each draft, the probability of each of its tokens to be right if those before it are.
+        drafts: the probability of each draft's tokens to be right if those before are, and their number.
         inputs: number of other rows of the step.
         room: the most rows that the step may have in total.
         sizes: numbers of rows that steps have, in order.
     """
-    found = [0] * len(chances)
-    # A token is at most as likely to be kept as the one before it in its draft, which therefore sorts first.
-    kept = [list(itertools.accumulate(each, float.__mul__)) for each in chances]
-    ranked = [(-chance, at, draft) for draft, each in enumerate(kept) for at, chance in enumerate(each)]
-    ranked = sorted(each for each in ranked if -each[0] >= _LEAST_CHANCE)
+    found = [0] * len(drafts)
+    likely = [each for each in by_gain((1.0, *draft) for draft in drafts) if each[0] >= _LEAST_CHANCE]
     plain = next(size for size in sizes if size >= inputs)
-    gains = [0.0, *itertools.accumulate(-each[0] for each in ranked)]
+    gains = [0.0, *itertools.accumulate(gain for gain, _ in likely)]
     best, most = 0, inputs * _LEAST_GAIN
     for size in sizes:
-        count = min(size - inputs, len(ranked))
+        count = min(size - inputs, len(likely))
         if count > 0 and size <= room:
             rate = (inputs + gains[count]) / seconds.ratio(size, plain)
             best, most = (count, rate) if rate > most else (best, most)
-    for _, _, draft in ranked[:best]:
+    for _, draft in likely[:best]:
         found[draft] += 1
     return found

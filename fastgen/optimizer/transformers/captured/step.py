@@ -253,11 +253,11 @@ class DecodeStep:
         """
         return self.buffers.materialized(int(self.search.length.max()) - self.sizes.prompt - 1)
 
-    def take_over(self, other: DecodeStep, inputs: Tensor | slice = slice(None)) -> None:
-        """Continues `other`, a step of the same key with less capacity, or these inputs of a step for more inputs."""
-        if not self.buffers.insert(other.buffers, inputs):
+    def take_over(self, other: DecodeStep) -> None:
+        """Continues `other`, a step of the same key with less capacity."""
+        if not self.buffers.insert(other.buffers, slice(None)):
             self.parts.drop()
-        self.search.insert(other.search, inputs)
+        self.search.insert(other.search, slice(None))
         self.choice.take_over(other.choice)
         self.flag.reset()
         if self.drafting is not None:

@@ -14,15 +14,12 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from fastgen import counters, releases
 from fastgen.decoding.back_off import BackOff
-from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.costs import HOST
-from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
+from fastgen.decoding.speculation.draft_length import HOST, LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
-from fastgen.optimizer.transformers.captured.any_batch import selected
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
@@ -30,7 +27,6 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step, why_no_drafts
 from fastgen.optimizer.transformers.prefill import prefill
-from fastgen.optimizer.transformers.speculation import batch_compaction
 from fastgen.optimizer.transformers.speculation.drafting import (
     LENGTHS,
     AssistantDrafting,
@@ -62,7 +58,6 @@ class SpeculativeDecoding(Decoding):
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
-        self._length = 0  # tokens drafted in the last iteration
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments = arguments
         reason = why_no_drafts(call.model)
@@ -238,15 +233,8 @@ class SpeculativeDecoding(Decoding):
         self._positions = Positions(rows, stops, put, bool(self.prompt.eos), self._records())
         progress = self._follow(step)
         policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
-        left: list[tuple[DecodeStep, Tensor]] = []
         begun = time.perf_counter()
         while not progress.done:
-            key = self._key_after_compaction(step, progress)
-            if key is not None:
-                left.append((step, batch_compaction.remaining(step.drafting, key.batch)))
-                step = self._smaller(*left[-1], key, policy)
-                progress = step.search.progress()
-                begun = time.perf_counter()
             if max(progress.lengths) - step.sizes.prompt > step.sizes.new:
                 step = self._larger(step)
             progress, begun = self._iterate(step, policy, progress, begun)
@@ -257,48 +245,9 @@ class SpeculativeDecoding(Decoding):
             (self._back_off.succeed if has_paid else self._back_off.fail)()
         counters.add(ENTRY_POINT, near_ties=int(step.drafting.near_ties), **self._sums)
         self._draft.end()
-        whole = self._whole(step, left)
         if policy.cannot_pay and not self._draft.is_prepared:
             # The machine may have been busy, so the next trial measures again, as in `_prepare`.
-            whole.drafting.costs.forget()
-        return whole
-
-    def _key_after_compaction(self, step: DecodeStep, progress: Progress) -> Key | None:
-        """Returns the key of a step for fewer inputs, if the batch is to be compacted now."""
-        # Positions, an assistant's step and a returned cache belong to the whole batch.
-        if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
-            return None
-        drafting = step.drafting
-        key = batch_compaction.smaller_key(drafting)
-        if key is None:
-            return None
-        shortest = min(progress.lengths[row] for row in progress.rows)
-        tokens = self.prompt.new_tokens + step.search.prompt_capacity - shortest
-        return key if batch_compaction.pays(self.model, drafting, key, self._length, tokens) else None
-
-    def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
-        """Returns a step that continues these inputs of another step."""
-        rows = rows_of(inputs, key.per_input)
-        self._key, self._processors = key, selected(self._processors, rows)
-        self._signed = self._sign(self._processors)
-        smaller = self._step()
-        drafting = smaller.drafting
-        drafting.costs.only_timed = False
-        start = drafting.now(waits=True)
-        smaller.take_over(step, inputs)
-        drafting.seconds_of_move = drafting.now(waits=True) - start
-        policy.keep(drafting.costs, rows.tolist())
-        self._draft.keep(rows.tolist())
-        counters.add(ENTRY_POINT, rows_left=step.key.rows - len(rows))
-        return smaller
-
-    def _whole(self, step: DecodeStep, left: list[tuple[DecodeStep, Tensor]]) -> DecodeStep:
-        """Returns the first step, with the results of the smaller ones."""
-        for larger, inputs in reversed(left):
-            step.search.put_back(larger.search, inputs)
-            if step.is_captured:
-                graph_cache.give_back(self.model, step)
-            step = larger
+            step.drafting.costs.forget()
         return step
 
     def _follow(self, step: DecodeStep) -> Progress:
@@ -328,7 +277,7 @@ class SpeculativeDecoding(Decoding):
         is_ragged = step.key.draft.is_ragged
         if available is not None and is_ragged:  # what a row cannot use is left to the others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
-        self._length = drafted = policy.choose(rows, most, available)
+        drafted = policy.choose(rows, most, available)
         before = time.perf_counter()
         if drafted:
             if available is not None and is_ragged:

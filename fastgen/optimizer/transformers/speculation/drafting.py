@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from fastgen.decoding.kv.rows import RaggedState, StepState
 from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.decoding.speculation import speculative_search
-from fastgen.decoding.speculation.costs import DRAFT, Costs
+from fastgen.decoding.speculation.draft_length import DRAFT, Costs
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch, best_tokens
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
@@ -59,8 +59,6 @@ class Drafting:
         recorded: [rows, width, 2, vocabulary], float32: the scores by which the last tokens were chosen, and the logits
             from which they were computed; empty unless `key.draft.records`.
         costs: the times of captured parts, and the acceptance rate of the last call.
-        seconds_of_first_runs: time of all parts until they were captured.
-        seconds_of_move: time of taking over rows of a larger step.
     """
 
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
@@ -88,7 +86,6 @@ class Drafting:
         recorded = rows if self.key.draft.records else 0
         self.recorded = floats(recorded, width, 2, self.vocabulary)
         self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
-        self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.assistant: Any = None  # the state and the step with which another model drafts on these sequences
         # Products from one token to the next: per layer, seven linear ops, two of attention, and five with an encoder.
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
@@ -116,12 +113,11 @@ class Drafting:
         self.prompt_lengths = (prompt.tokens.shape[1] - padding).repeat_interleave(self.key.per_input)
 
     def take_over(self, other: Drafting) -> None:
-        """Continues another step, or some of its inputs."""
+        """Continues another step of as many rows."""
         self.near_ties.copy_(other.near_ties)
         self.drafted.zero_()
         self.counts.zero_()
-        if self.key.rows == other.key.rows:
-            self.costs = other.costs
+        self.costs = other.costs
 
     def end(self, rows: Tensor, length: int) -> None:
         """Ends some rows, [rows], bool, at a length that they have reached."""
@@ -131,10 +127,6 @@ class Drafting:
         self._flag.send(self.search.done)
 
     # ---- times of parts
-
-    def tokens_of(self, length: int) -> int:
-        """Returns the number of tokens that are verified if `length` tokens are drafted."""
-        return self.key.rows * (length + 1)
 
     def measure(self, part: int, run: Callable[[], None]) -> None:
         """Has a part captured and measured by calling `run`, whose effects on the sequences do not count."""
@@ -152,8 +144,6 @@ class Drafting:
         seconds = self.now(True) - start
         if is_replay:
             self.costs.add(number, seconds)
-        else:
-            self.seconds_of_first_runs += seconds
 
     def now(self, waits: bool) -> float:
         """Returns the time; if it `waits`, after all work on the device has finished."""
@@ -321,14 +311,11 @@ class RaggedDrafting(Drafting):
         self._of_tokens: dict[int, tuple[RaggedState, Any]] = {}
         self._length_by_tokens = torch.zeros_like(self._cache_length)
 
-    def tokens_of(self, length: int) -> int:
-        return self.key.rows + length
-
     def verify(self, model: Any, drafted: int) -> None:
         if not drafted:
             super().verify(model, 0)
             return
-        state, cache = self._with_tokens(self.tokens_of(drafted))
+        state, cache = self._with_tokens(self.key.rows + drafted)
         unfinished = self.search.unfinished.flatten().tolist()
         state.spread(
             [count + 1 if goes_on else 0 for count, goes_on in zip(self.counts.tolist(), unfinished, strict=True)]

@@ -153,16 +153,6 @@ def test_tokens_that_are_certain(options: dict[str, Any], expected: int) -> None
     assert certain_tokens(GenerationConfig(**options), 10, 20) == expected
 
 
-def test_what_is_lost_for_want_of_a_recording_adds_up() -> None:
-    ledger = Ledger()
-    assert ledger.lose(KEY, 1.0) == 1.0 and ledger.lose(FOUR, 0.5) == 0.5
-    assert ledger.lose(KEY, 2.0) == 3.0
-    ledger.is_repaid(KEY)
-    assert ledger.lose(KEY, 1.0) == 1.0
-    ledger.forget()
-    assert ledger.lose(FOUR, 0.0) == 0.0
-
-
 def test_a_budget_for_each_key() -> None:
     ledger = Ledger()
     assert ledger.budget(KEY) is ledger.budget(KEY) is not ledger.budget(FOUR)
