@@ -29,10 +29,10 @@ _MOST_AHEAD, _AHEAD_COUNTS = 0.08, 0.8
 # A call pays if it saves at least this part of a plain call's time.
 LEAST_GAIN = 0.07
 
-# Back-off: iterations without a draft before a short one is tried, plain calls after a call that has not paid, and
-# calls until a verify that was not chosen is timed again; each at first, and at most.
-_ITERATIONS, _CALLS, _CALLS_UNTIMED = (8, 128), (0.25, 64), (2, 64)
-MOST_CALLS = _CALLS[1]
+# Back-off, at first and at most: iterations without a draft before a short one is tried, and calls until a verify that
+# was not chosen is timed again. The most plain calls after calls that have not paid.
+_ITERATIONS, _CALLS_UNTIMED = (8, 128), (2, 64)
+MOST_CALLS = 64
 
 # Parts besides verifies, which are identified by their number of positions: a draft step, and the host's work.
 DRAFT, HOST = 0, -100
@@ -43,7 +43,7 @@ _KEPT, _ENOUGH, _MEDIANS = 16, 2, 4
 
 def of_calls() -> BackOff:
     """Returns the back-off of calls after those whose drafts did not pay. The first may have been disturbed."""
-    return BackOff(*_CALLS)
+    return BackOff(0.25, MOST_CALLS)
 
 
 def can_begin(costs: Costs, tokens: int) -> bool:

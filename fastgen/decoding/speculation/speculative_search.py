@@ -1,4 +1,18 @@
-"""A search whose rows advance by several tokens at once: the accepted tokens of a draft, and one more."""
+"""A search whose rows advance by several tokens at once, and which drafted tokens it accepts.
+
+Each row takes its own number of drafted tokens, and the token after them. That the model chooses all of them, or that
+they have its distribution, makes speculative decoding exact. All shapes are fixed and the host reads nothing, so that a
+step which accepts tokens can be captured. Below, `k` is the number of tokens that a row has room for, and `counts` the
+number that it has.
+
+Random numbers are passed as tensors, as `random_numbers` draws them. A token is drawn by inversion: it is the first
+token at which the cumulative sum of the probabilities exceeds a uniform number times their total. This takes one random
+number per row. `torch.multinomial` takes one per token of the vocabulary, which is most of the time of a draw.
+
+A forward pass over several tokens adds in another order than a pass over one. If the two best logits differ by less
+than this changes, plain and speculative decoding may choose differently, and neither is wrong: `best_tokens` counts
+these near-ties.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +26,10 @@ from fastgen.decoding.captured.search import Search
 from fastgen.locks import cached_property
 from fastgen.ops import search_step
 from fastgen.ops.top_two import top_two
+
+# The largest error in units of the usual one. Measured with SmolLM2-135M (271 products) in float32, passes over 3 to 17
+# tokens against passes over one: logits change by at most 26 epsilon * magnitude, the two best by 11; the root is 16.
+_SAFETY = 4.0
 
 
 class Progress(NamedTuple):
@@ -131,6 +149,9 @@ class SpeculativeSearch(Search):
         self.unfinished.logical_and_(~self._by_input(has_ended))
         over = ~self.unfinished.any()
         self.done.logical_or_(over | self.has_nan if self._samples else over)
+
+
+# ---- acceptance
 
 
 def accept_greedy(drafted: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
@@ -256,13 +277,8 @@ def _at(probabilities: Tensor, positions: Tensor) -> Tensor:
     return probabilities.reshape(rows * count, vocabulary).index_select(0, first + positions)
 
 
-# The largest error in units of the usual one. Measured with SmolLM2-135M (271 products) in float32, passes over 3 to 17
-# tokens against passes over one: logits change by at most 26 epsilon * magnitude, the two best by 11; the root is 16.
-_SAFETY = 4.0
-
-
 def best_tokens(scores: Tensor, products: int) -> tuple[Tensor, Tensor]:
-    """Returns the best token, and whether another score is nearer to its score than rounding.
+    """Returns the best token, and whether it is a near-tie: another score is nearer to its score than rounding.
 
     The bound is 4 * epsilon * sqrt(products) * magnitude, where magnitude is the largest absolute score, without masked
     ones. Each product on the way to the logits adds an error of about the spacing of its dtype, relative to the values.

@@ -1,8 +1,8 @@
-"""Makes decode steps for any number of inputs from one recording of steps that never run.
+"""Decode steps for any number of inputs, from one recording of steps that never run.
 
 A plain step is recorded for two numbers of inputs, and specialized for the number that a call needs
-(`fastgen.decoding.captured.symbolic_batch`): the slots that are taken, or the inputs of a call that have not finished.
-Buffers that grow may have any size, so the recorded steps have the smallest possible ones.
+(`fastgen.decoding.captured.symbolic_batch`): the slots that are taken (`Places`), or the inputs of a call that have not
+finished (`Compaction`). Buffers that grow may have any size, so the recorded steps have the smallest possible ones.
 """
 
 from __future__ import annotations
@@ -44,6 +44,14 @@ from fastgen.optimizer.transformers.codebooks import PLAIN
 ENTRY_POINT = "transformers.captured_step, any number of inputs"
 # Attempts at recording: the size of an intermediate result may coincide with that of a buffer.
 _TRIES = 2
+# Numbers of slots that steps compute, between one power of two and the next.
+_STEPS_OF_PLACES = 8
+# With at most this many rows, the time of a step is that of reading the weights.
+_FEW_ROWS = 8
+# Steps between two checks for finished inputs.
+_EVERY = 4
+# Time of moving an input, in steps.
+_MOVE = 1.0
 
 
 def is_symbolic(key: Key) -> bool:
@@ -236,12 +244,11 @@ def _tensors_of(step: DecodeStep) -> dict[str, Tensor]:
     return tensors_of(step.buffers, step.search, step.choice, step.forward, step.flag)
 
 
-# Numbers of slots that steps compute, between one power of two and the next.
-_STEPS_OF_PLACES = 8
+# ---- how many inputs a step computes
 
 
 class Places:
-    """The numbers of slots that the steps of one kind have computed.
+    """The numbers of slots that the steps of one kind have computed: as few as possible without specializing too often.
 
     A program for fewer slots takes time once. It is made once idle rows have cost as much.
 
@@ -288,16 +295,11 @@ def _rounded(count: int, batch: int) -> int:
     return min(-(-count // every) * every, batch)
 
 
-# With at most this many rows, the time of a step is that of reading the weights.
-_FEW_ROWS = 8
-# Steps between two checks for finished inputs.
-_EVERY = 4
-# Time of moving an input, in steps.
-_MOVE = 1.0
-
-
 class Compaction:
-    """The batch compaction of one call.
+    """The batch compaction of one call: finished inputs leave its step, and the others continue in the first places.
+
+    Nothing is computed for the places after these. This takes a program for so few inputs, which is specialized once
+    the rows of finished inputs have cost as much time as that takes.
 
     Args:
         inputs: number of inputs of the call; further places of the step only fill the batch.

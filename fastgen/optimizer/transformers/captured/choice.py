@@ -26,6 +26,13 @@ from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.sizes import Sizes
 
+# Tensors that a call may return of every step.
+RECORDS = ("scores", "logits")
+
+# Classes of criteria that wrote into the tokens of beams. A captured search has no such tokens for each candidate.
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
+_WRITES = "a criterion writes into the tokens of beams"
+
 
 def search_of(key: Key, sizes: Sizes, device: torch.device, growing: Growing | None = None) -> Search:
     """Returns a search of the key's kind. Each call sets the tokens that end a sequence."""
@@ -206,12 +213,7 @@ class Choice:
             self._search.running_tokens[rows, end] = self._search.tokens.view(-1)[rows] = tokens
 
 
-# Tensors that a call may return of every step.
-RECORDS = ("scores", "logits")
-
-# Classes of criteria that wrote into the tokens of beams. A captured search has no such tokens for each candidate.
-_writers: weakref.WeakSet[Any] = weakref.WeakSet()
-_WRITES = "a criterion writes into the tokens of beams"
+# ---- what the host does for a call in its steps; it may be the user's code
 
 
 class Host(NamedTuple):
@@ -236,7 +238,7 @@ class Written(CannotBeCaptured):
 
 
 class HostCode:
-    """Code of one call that runs between the parts of a step; it may be the user's.
+    """Code of one call that runs between the pieces of a step.
 
     Attributes:
         criteria: the stopping criteria that the host evaluates.

@@ -1,4 +1,8 @@
-"""A call whose inputs enter slots: it ends after its first token."""
+"""Calls whose inputs enter slots, and which of them can be in one step.
+
+A step may do more than some inputs ask for, if it changes nothing for them: a processor with a neutral number, a draw
+that a greedy row ignores, a copy of scores that is not kept.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,17 @@ from fastgen.optimizer.transformers.captured.choice import RECORDS, HostCode, ap
 from fastgen.optimizer.transformers.captured.decoding import Decoding, recorded
 from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
 from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.processors import Signed
 from fastgen.optimizer.transformers.captured.slot import Slot
 from fastgen.optimizer.transformers.models import why_no_drafts
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters, in_order
 from fastgen.optimizer.transformers.user_code import kind_of
+
+# The most processors of one signature in a step that inputs of several kinds have brought. Each reads all scores in
+# each step, and another number of them needs another recording. For a translator that forces a language token, there
+# are as many as languages.
+MOST_ALIKE = 4
+# The most adapters that a step serves: it computes each adapter's product for all rows.
+MOST_ADAPTERS = 8
 
 
 class _HostCode(HostCode):
@@ -53,7 +63,7 @@ class _HostCode(HostCode):
 
 
 class EnteringDecoding(Decoding):
-    """One call after its prefill, in the form that `Slots` admits."""
+    """One call after its prefill, in the form that `Slots` admits. It ends after its first token."""
 
     _code_type, _enters_slots = _HostCode, True
 
@@ -143,14 +153,6 @@ def _results(count: int, kept: dict[str, list[Tensor]], config: Any, output: Any
     return output(sequences=sequences, **recorded(search, inputs, count, kept, config))
 
 
-# The most processors of one signature in a step that inputs of several kinds have brought. Each reads all scores in
-# each step, and another number of them needs another recording. For a translator that forces a language token, there
-# are as many as languages.
-MOST_ALIKE = 4
-# The most adapters that a step serves: it computes each adapter's product for all rows.
-MOST_ADAPTERS = 8
-
-
 class Kind(NamedTuple):
     """The properties that inputs must share to be in one step at the same time.
 
@@ -162,7 +164,7 @@ class Kind(NamedTuple):
     """
 
     key: Key
-    processors: tuple[Signed, ...] | None
+    processors: tuple[processors.Signed, ...] | None
     eos: tuple[int, ...]
     fill: int
 
@@ -256,7 +258,7 @@ class Kind(NamedTuple):
         return self._replace(key=key, processors=None)
 
 
-def _merged(one: tuple[Signed, ...], other: tuple[Signed, ...]) -> tuple[Signed, ...]:
+def _merged(one: tuple[processors.Signed, ...], other: tuple[processors.Signed, ...]) -> tuple[processors.Signed, ...]:
     """Merges both, each in its order. A processor in both occurs once, if both have it in the library's order. The
     result does not depend on the order of the arguments: another order would need another recording.
     """

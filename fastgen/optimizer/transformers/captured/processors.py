@@ -25,7 +25,7 @@ from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits, user_code
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
-from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor
 
 # Least room for tokens of a processor that may have any number of them.
 _TOKENS = 4
@@ -96,6 +96,10 @@ class Signed(NamedTuple):
         has_when = kind in (rewritten.Ban, rewritten.Force)
         which = frozen[0] if kind is rewritten.Library else frozen[-1] if has_when else None
         return _RANKS.get((kind, which), len(_RANKS))
+
+
+class Unknown(Exception):
+    """A parameter of a processor has an unknown type or value."""
 
 
 class Lengths(NamedTuple):

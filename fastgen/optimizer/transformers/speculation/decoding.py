@@ -32,7 +32,7 @@ from fastgen.optimizer.transformers.speculation.drafting import (
     AssistantDrafting,
     Drafting,
     RaggedDrafting,
-    serves,
+    may_share,
 )
 from fastgen.optimizer.transformers.speculation.drafts import Draft, make_next
 from fastgen.optimizer.transformers.speculation.positions import Positions
@@ -147,7 +147,7 @@ class SpeculativeDecoding(Decoding):
             # The model computes positions from its cache's length in a way that `RowLengths` does not support.
             return replace(key, draft=draft._replace(together=True))
         ragged = replace(key, draft=draft._replace(is_ragged=True))
-        is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self.model.device)
+        is_served = not self._draft.is_model and self._draft.schedule is None and may_share(ragged, self.model.device)
         return ragged if is_served and graph_cache.shares_kv(self.model) is not False else key
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:

@@ -30,6 +30,8 @@ from fastgen.optimizer.transformers.models import TOKEN_TYPES
 # Tokens that an iteration drafts for each row. Each number is a part of its own, so there are only a few. With the
 # token after the draft, they are powers of two, so that the rows of some batches fill vectors completely.
 LENGTHS = (0, 1, 3, 7)
+# Parts of an assistant besides the draft step, which has the same number as in the step that verifies.
+_FIRST, _STORE, _ADVANCE = -1, -2, -3
 
 
 def lengths_of(key: Key) -> tuple[int, ...]:
@@ -297,14 +299,21 @@ class Drafting:
             self.recorded[:, : given.shape[1], place].copy_(given)
 
 
-def serves(key: Key, device: torch.device) -> bool:
-    """Whether steps of this key can verify in this way."""
+# ---- rows that share the tokens of a verify
+
+
+def may_share(key: Key, device: torch.device) -> bool:
+    """Whether steps of this key can verify different numbers of tokens of each row."""
     is_plain = not (key.samples or key.processors or key.encoder or any(key.windows) or key.draft.records)
     return device.type == "cpu" and key.rows > 1 and is_plain and not {*POSITIONS}.isdisjoint(key.tensors)
 
 
 class RaggedDrafting(Drafting):
-    """Verifies a total number of drafted tokens over all rows."""
+    """Verifies a total number of drafted tokens over all rows, so that the rows with the best drafts get more.
+
+    A row without a draft has one token, and a finished row has none. Serves greedy search on a CPU with drafts that are
+    found in a text, which rows have at different times.
+    """
 
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
         super().__init__(step, prompt)
@@ -362,8 +371,7 @@ class RaggedDrafting(Drafting):
         return none.index_put((state.row_map, state.offsets), found.squeeze(1))
 
 
-# Parts besides the draft step, which has the same number as in the step that verifies.
-_FIRST, _STORE, _ADVANCE = -1, -2, -3
+# ---- drafts by another model, on the sequences of the step that verifies
 
 
 class AssistantDrafting(Drafting):
