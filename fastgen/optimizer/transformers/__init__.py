@@ -92,7 +92,7 @@ def _processors() -> list[Patch]:
 
 
 def _prophetnet() -> list[Patch]:
-    module, step, cache = "models.prophetnet.modeling_prophetnet", "captured.prophetnet", releases.TAKES_CACHE
+    module, step, cache = "models.prophetnet.modeling_prophetnet", "captured.forward", releases.TAKES_CACHE
     buckets = "main_relative_position_buckets predict_relative_position_buckets"
     attention = has(f"hidden_states {cache} position_ids {buckets}")
     return [

@@ -71,7 +71,7 @@ _COUNTING = frozenset(
     Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM XLMRobertaForCausalLM
     """.split()
 )
-# With the hooks of captured/prophetnet.py.
+# With the hooks of captured/forward.py.
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
 _GIT = "transformers.models.git.modeling_git.GitForCausalLM"
 _PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"

@@ -33,11 +33,10 @@ from fastgen.decoding.captured.symbolic_batch import (
 )
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
-from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.key import Key, Sizes, rounded_sizes
 from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.codebooks import PLAIN
 
@@ -232,7 +231,7 @@ def _sizes(step: DecodeStep, follows: bool) -> Sizes:
     exact, have = step.key.sizes, step.sizes
     if not follows:
         return have
-    least = sizes.rounded(Sizes(1, 1, 1, min(have.source, 1)), may_pad=not exact.prompt, on_gpu=False)
+    least = rounded_sizes(Sizes(1, 1, 1, min(have.source, 1)), may_pad=not exact.prompt, on_gpu=False)
     return Sizes(*map(max, least, exact)) if exact.prompt else least
 
 

@@ -18,8 +18,7 @@ from fastgen.decoding.kv.states import FixedStates, Name
 from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
-from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt, Sizes
 from fastgen.optimizer.transformers.codebooks import DELAYS
 
 

@@ -22,9 +22,8 @@ from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.key import Key, Sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 # Tensors that a call may return of every step.
 RECORDS = ("scores", "logits")

@@ -21,9 +21,8 @@ from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.choice import Choice, Host, Turn, search_of
 from fastgen.optimizer.transformers.captured.forward import Forward
-from fastgen.optimizer.transformers.captured.key import Key, Prompt
+from fastgen.optimizer.transformers.captured.key import Key, Prompt, Sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 # Runs of a part on a GPU before it is captured. A step with drafts has several parts, each of which runs less often.
 _WARM_UPS, _WARM_UPS_WITH_DRAFT = 2, 1

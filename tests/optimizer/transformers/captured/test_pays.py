@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.key import Key, Sizes
 from fastgen.optimizer.transformers.captured.pays import (
     LEAST_STEPS,
     MANY,
@@ -18,7 +18,6 @@ from fastgen.optimizer.transformers.captured.pays import (
     Ledger,
     certain_tokens,
 )
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 KEY = Key(
     batch=1, per_input=1, sizes=Sizes(0, 0, 0, 0), width=1, encoder=None, source_in_front=False, early_stopping=None,
