@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastgen.decoding.speculation.prompt_lookup import BOUNDARY
+from fastgen.decoding.speculation.draft_sources import BOUNDARY
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
 from fastgen.optimizer.transformers.captured.slot import Chances, SlotDrafts, StepSeconds

@@ -10,7 +10,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import fastgen
-from fastgen.decoding.speculation.prompt_lookup import PromptLookup
+from fastgen.decoding.speculation.draft_sources import PromptLookup
 from fastgen.optimizer.transformers.captured import graph_cache, key
 from fastgen.optimizer.transformers.speculation.decoding import Positions
 from tests import near_ties

@@ -10,7 +10,7 @@ import torch
 import fastgen
 from fastgen import memory
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.self_draft import DraftWeights
+from fastgen.decoding.speculation.draft_sources import DraftWeights
 from fastgen.decoding.weights import cache
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays

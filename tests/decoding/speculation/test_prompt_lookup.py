@@ -8,8 +8,8 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.speculation import prompt_lookup
-from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
+from fastgen.decoding.speculation import draft_sources
+from fastgen.decoding.speculation.draft_sources import BOUNDARY, PromptLookup
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -62,7 +62,7 @@ def test_texts_that_do_not_follow_one_another():
 @settings(max_examples=60)
 def test_more_than_is_indexed(tokens, max_ngram, most):
     """An index of every size would take memory for each of them, of which the library takes none."""
-    with mock.patch.object(prompt_lookup, "_MOST_INDEXED", 2):
+    with mock.patch.object(draft_sources, "_MOST_INDEXED", 2):
         lookup = PromptLookup(1, max_ngram, most)
     lookup.append(0, tokens)
     assert lookup.propose(0, most) == by_definition(tokens, max_ngram, most)

@@ -11,7 +11,7 @@ from torch import nn
 from fastgen import caches
 from fastgen.decoding import layers
 from fastgen.decoding.layers import LINEAR, FastLayers
-from fastgen.decoding.speculation.self_draft import DraftWeights
+from fastgen.decoding.speculation.draft_sources import DraftWeights
 from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from tests.noting import noted

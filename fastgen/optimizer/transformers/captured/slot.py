@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.speculation.draft_length import Chance, by_gain
-from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
+from fastgen.decoding.speculation.draft_sources import BOUNDARY, PromptLookup
 from fastgen.optimizer.transformers.captured.choice import Host
 from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor

@@ -23,8 +23,7 @@ from fastgen import settings
 from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import AT_FIRST, DRAFT, Schedule
-from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
-from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
+from fastgen.decoding.speculation.draft_sources import BOUNDARY, DraftWeights, OtherLogits, PromptLookup
 from fastgen.interrupts import undoing
 from fastgen.locks import cached_property
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
