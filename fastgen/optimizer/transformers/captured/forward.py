@@ -1,4 +1,4 @@
-"""The forward pass of a decode step, on the buffers of the step; and hooks of a model that needs some for it."""
+"""The forward pass of a decode step, on the buffers of the step."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import releases
 from fastgen.decoding import layer_forms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.norms import fused
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.models import STATES, counts_on_the_host, pictures_in_front
+from fastgen.optimizer.transformers.models import (
+    STATES,
+    counts_on_the_host,
+    pictures_in_front,
+    reads_mask_of_tokens,
+)
 from fastgen.optimizer.transformers.states import StepStates
-
-# Attribute of a step's positions that carries the buckets of all layers.
-_BUCKETS = "_fastgen_buckets"
 
 
 class Forward:
@@ -49,6 +51,8 @@ class Forward:
         inputs = model.prepare_inputs_for_generation(
             tokens, next_sequence_length=width, **releases.with_cache(cache), **given, **self._constants(width)
         )
+        if reads_mask_of_tokens(model) and "attention_mask" in given:
+            inputs["attention_mask"] = _of_all_positions(given["attention_mask"], cache)
         mask = inputs.get("attention_mask")
         if pictures_in_front(model) and (mask is None or mask.dim() == 2):
             raise CannotBeCaptured("a mask that the model widens")
@@ -133,59 +137,15 @@ class Forward:
         return {"encoder_outputs": kind_of_output(last_hidden_state=states)}
 
 
+def _of_all_positions(mask: Tensor, cache: Any) -> Tensor:
+    """Returns a mask of the sequences, [rows, any], with zeros for further positions of the cache."""
+    return F.pad(mask, (0, cache.get_mask_sizes(1, 0)[0] - mask.shape[1]))
+
+
 def _inputs_of_model(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the model's inputs among a step's inputs, without those that only the step uses."""
     found = {name: given for name, given in inputs.items() if name not in (row_adapters.NUMBERS, AXES)}
     for name in POSITIONS if AXES in inputs else ():
         if name in found:
             found[name] = inputs[AXES].t().unsqueeze(2) + found[name].unsqueeze(0)  # [axes, rows, width]
-    return found
-
-
-# ---- ProphetNet makes its position a host number, and computes distances to keys from their number. These hooks pass
-# it the position on the device, and the buckets of the distances, for which its attention has arguments.
-
-
-def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `ProphetNetPositionalEmbeddings.forward(inputs_shape, device, ...)`, with a K/V cache."""
-    cache = releases.cache_in(kwargs)
-    length = cache.get_seq_length() if cache is not None else None
-    if not isinstance(length, SymbolicLength):
-        return wrapped(*args, **kwargs)
-    # ProphetNet counts positions from 1.
-    position_ids = (length + (1 + module.padding_idx)).view(1, 1)
-    return module._forward(position_ids), position_ids
-
-
-def attend(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `ProphetNetNgramSelfAttention.forward`, whose arguments the decoder passes by name."""
-    cache = releases.cache_in(kwargs)
-    length = cache.get_seq_length() if cache is not None else None
-    if isinstance(length, SymbolicLength):
-        rows = kwargs["hidden_states"].shape[0]
-        keys = cache.get_mask_sizes(1, module.layer_idx)[0]
-        kwargs = {**kwargs, **_buckets(module, kwargs["position_ids"], rows, keys)}
-    return wrapped(*args, **kwargs)
-
-
-def _buckets(module: Any, position_ids: Tensor, rows: int, keys: int) -> dict[str, Tensor]:
-    """Returns buckets of the distances to `keys` positions, [rows, 1, keys]; for predicting streams, to one more.
-
-    The additional position is the streams' own. A position after the step's gets the bucket of the step's own position.
-    All layers have the same buckets, which are kept on the tensor that all layers get.
-    """
-    from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
-
-    found = getattr(position_ids, _BUCKETS, None)
-    if found is None:
-        relative_positions = torch.arange(keys + 1, device=position_ids.device) - position_ids
-        main, predicting = (
-            compute_relative_buckets(module.num_buckets, module.relative_max_distance, distances, False)
-            for distances in (relative_positions[:, :keys] + 1, relative_positions)
-        )
-        found = {
-            "main_relative_position_buckets": main.expand(rows, 1, -1),
-            "predict_relative_position_buckets": predicting.expand(rows, 1, -1),
-        }
-        setattr(position_ids, _BUCKETS, found)
     return found
