@@ -127,7 +127,7 @@ def stats() -> Stats:
         {entry point: {"accelerated": calls, "fallback": {reason: calls}}}, a dict. "fallback" counts calls that ran on
         the original code. An optional entry point, such as "transformers.captured_step", also has "not used": {reason:
         calls}, for calls that did without it and were accelerated all the same. Speculative decoding adds sums of
-        tokens: "drafted", "accepted", "verifies", "near_ties", "rows_left".
+        tokens: "drafted", "accepted", "verifies", "near_ties".
     """
     return counters.snapshot()
 

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerationMixin
 from fastgen.decoding import library_code
 from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import row_adapters
-from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS
+from fastgen.optimizer.transformers.captured.entering_decoding import MOST_ADAPTERS
 from fastgen.optimizer.transformers.models import ADAPTERS
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 

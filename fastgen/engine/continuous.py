@@ -27,8 +27,7 @@ from fastgen.engine.planning import Arrivals, Costs, Entered, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
-from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.kind import Kind
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
 from fastgen.optimizer.transformers.captured.pays import is_repeatable
 from fastgen.optimizer.transformers.captured.slots import Slot, Slots
 from fastgen.optimizer.transformers.entering import entering

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastgen.decoding.speculation.prompt_lookup import BOUNDARY
-from fastgen.decoding.speculation.verify_rows import StepSeconds
+from fastgen.decoding.speculation.draft_sources import BOUNDARY
 from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.kind import Kind
-from fastgen.optimizer.transformers.captured.slot_drafts import Chances, SlotDrafts
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
+from fastgen.optimizer.transformers.captured.slot import Chances, SlotDrafts, StepSeconds
 
 # Longest n-gram to match in the preceding tokens, unless the request says otherwise.
 _NGRAM = 3

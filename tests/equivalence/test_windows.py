@@ -12,7 +12,7 @@ from fastgen import counters, releases
 from fastgen.decoding.layer_forms import FloatLinear
 from fastgen.ops.linear import choose, experts
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import graph_cache, key
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons, record_from
 from tests.equivalence.cases import draws_others
@@ -60,7 +60,7 @@ def _record_never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_captured(name: str, length: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the prompt is longer than the window, or what is generated goes beyond it. Rows have padding in front."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 16)
     family = FAMILIES[name]
     window = family.config["sliding_window"]
     assert window < LONG

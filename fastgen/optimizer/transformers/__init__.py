@@ -93,12 +93,12 @@ def _processors() -> list[Patch]:
 
 
 def _prophetnet() -> list[Patch]:
-    module, step, cache = "models.prophetnet.modeling_prophetnet", "captured.prophetnet", releases.TAKES_CACHE
+    module, step, cache = "models.prophetnet.modeling_prophetnet", "captured.key_positions", releases.TAKES_CACHE
     buckets = "main_relative_position_buckets predict_relative_position_buckets"
     attention = has(f"hidden_states {cache} position_ids {buckets}")
     return [
-        _hook(module, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
-        _hook(module, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
+        _hook(module, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_prophetnet", has(cache)),
+        _hook(module, "ProphetNetNgramSelfAttention.forward", f"{step}:attend_prophetnet", attention),
     ]
 
 

@@ -87,7 +87,7 @@ WITHOUT_POSITIONS = frozenset(
 KOSMOS2 = "transformers.models.kosmos2.modeling_kosmos2.Kosmos2TextForCausalLM"
 GPT_NEO = "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM"
 MPT = "transformers.models.mpt.modeling_mpt.MptForCausalLM"
-# Those that need the hooks of captured/prophetnet.py, captured/key_positions.py and experts.py, and one of these.
+# Those that need the hooks of captured/key_positions.py and experts.py, and one of these.
 WITH_HOOKS = {
     "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration": (
         "ProphetNetNgramSelfAttention.forward"

@@ -16,8 +16,7 @@ from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.program_memory import LEAST_LENGTH, Growing
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
-from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt, Sizes
 from fastgen.optimizer.transformers.codebooks import DELAYS
 
 
@@ -297,7 +296,7 @@ class StepBuffers:
             at = self.sizes.cached + self.position.position.unsqueeze(1) + columns
             mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
-    def insert(self, other: StepBuffers, source: Tensor | slice, target: slice = slice(None)) -> bool:
+    def insert(self, other: StepBuffers, source: slice, target: slice = slice(None)) -> bool:
         """Has the inputs at `source` in `other`, which has no more capacity, continue at `target`.
 
         Returns:
@@ -317,7 +316,7 @@ class StepBuffers:
         self._most_new = max(self._most_new, other._most_new)
         return self._move_bounds()
 
-    def _insert_inputs(self, other: StepBuffers, source: Tensor | slice, target: slice) -> None:
+    def _insert_inputs(self, other: StepBuffers, source: slice, target: slice) -> None:
         for name, buffer in self.inputs.items():
             part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
             part[target] = 0

@@ -21,9 +21,10 @@ from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.retrying import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
-from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
-from fastgen.optimizer.transformers.captured.compaction import Compaction
-from fastgen.optimizer.transformers.captured.host import Written
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache
+from fastgen.optimizer.transformers.captured.any_batch import Compaction
+from fastgen.optimizer.transformers.captured.choice import Written
+from fastgen.optimizer.transformers.captured.key import more_new
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -281,7 +282,7 @@ class Decoding(PrefilledCall):
 
     def _larger(self, step: DecodeStep) -> DecodeStep:
         """Returns the step with room for more new tokens, or a larger step that continues the call."""
-        more = sizes.more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
+        more = more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
         if not step.key.sizes.new:
             step.make_room(more)
             return step

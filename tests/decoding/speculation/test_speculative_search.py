@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.speculation.acceptance import accept_greedy, accept_sampled, confident, draw, random_numbers
+from fastgen.decoding.speculation.speculative_search import (
+    accept_greedy,
+    accept_sampled,
+    confident,
+    draw,
+    random_numbers,
+)
 
 
 @given(st.data(), st.integers(0, 5), st.integers(1, 6))

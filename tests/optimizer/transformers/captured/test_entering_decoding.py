@@ -14,11 +14,10 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
-from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.kind import MOST_ALIKE, Kind
-from fastgen.optimizer.transformers.captured.processor_data import Bucket
+from fastgen.optimizer.transformers.captured.entering_decoding import MOST_ALIKE, Kind
+from fastgen.optimizer.transformers.captured.key import Key, Sizes
 from fastgen.optimizer.transformers.captured.processors import Signed
-from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket
 from tests.optimizer.transformers.captured.test_processors import (
     CPU,
     FIRST,
