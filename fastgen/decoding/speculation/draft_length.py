@@ -12,7 +12,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from fastgen.decoding.back_off import BackOff
+from fastgen.decoding.retrying import BackOff
 
 # Index of the length that is drafted while nothing is known: it tells something about shorter and longer drafts.
 AT_FIRST = 2

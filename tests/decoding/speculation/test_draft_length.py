@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.back_off import BackOff
+from fastgen.decoding.retrying import BackOff
 from fastgen.decoding.speculation.draft_length import (
     DRAFT,
     HOST,

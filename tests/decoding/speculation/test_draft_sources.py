@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastgen import caches
-from fastgen.decoding import layers
+from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.decoding.speculation import draft_sources
 from fastgen.decoding.speculation.draft_sources import BOUNDARY, DraftWeights, PromptLookup
-from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from tests.noting import noted
 
@@ -32,9 +31,9 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     monkeypatch.setattr(layers, "MIN_NARROW", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     found = noted(monkeypatch, quantized_linear, "pack", lambda weight, *form: weight)
-    with torch.no_grad(), cache.call():
+    with torch.no_grad(), derived_weights.call():
         yield found
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_what_drafts_goes_with_a_copy(
     x = torch.randn(3, 40)
     before, expected = draft(model), model(x)
     before.copy()
-    cache.drop_all()
+    derived_weights.drop_all()
     assert len(freed) == 1
     with FastLayers.of(model), before.used():
         torch.testing.assert_close(model(x), expected)

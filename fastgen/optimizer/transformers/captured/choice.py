@@ -15,10 +15,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.part import Piece, run_pieces
+from fastgen.decoding.captured.graph import Piece, run_pieces
 from fastgen.decoding.captured.search import NOTHING, Search
-from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.program_memory import Growing
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call

@@ -49,7 +49,7 @@ AXES = "position_axes"
 _MULTIPLE = 128
 _FIRST_NEW, _MAX_FIRST_NEW = 64, 256
 # On a CPU, memory is only taken once it is written to, so sizes are the first number times a power of four. The second
-# number is added, so that no other size in a model equals them (`fastgen.decoding.kv.exchange`).
+# number is added, so that no other size in a model equals them (`fastgen.decoding.program_memory`).
 _CACHED_ON_CPU, _NEW_ON_CPU, _SOURCE_ON_CPU = (128, 1), (64, 3), (128, 5)
 # Room for new tokens begins with no more than this: a call may ask for any number of tokens and end early.
 _MAX_FIRST_NEW_ON_CPU = 1024

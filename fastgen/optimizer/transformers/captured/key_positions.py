@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import releases
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
+from fastgen.decoding.captured.capturable import SymbolicLength
 from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.transformers.cache_layers import StepCache
 from fastgen.optimizer.transformers.capturable import GPT_NEO, MPT, class_of

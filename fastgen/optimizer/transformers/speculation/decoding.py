@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from fastgen import counters, releases
-from fastgen.decoding.back_off import BackOff
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.retrying import BackOff
 from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.draft_length import HOST, LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress

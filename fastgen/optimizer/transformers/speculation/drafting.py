@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fastgen.decoding.captured.capturable import SymbolicLength
 from fastgen.decoding.kv.rows import RaggedState, StepState
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
 from fastgen.decoding.speculation import speculative_search
 from fastgen.decoding.speculation.draft_length import DRAFT, Costs
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch, best_tokens
