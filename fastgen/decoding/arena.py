@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 
 ALIGNMENT = 64  # buffers begin at multiples of a cache line, in bytes
 LEAST_CHUNK = 2**21  # bytes; the rest of a small program's chunk serves later programs

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import caches, counters, settings
+from fastgen import counters, memory, settings
 from fastgen.decoding import half_precision, library_code, norms
 from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
 from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
@@ -262,6 +262,6 @@ def _quantized(module: nn.Module, transposed: bool, precision: str) -> Quantized
     return QuantizedLinear(module, transposed, formats.low_bit(precision, settings.current().weight_group_size))
 
 
-caches.register(FastLayers.drop_kept)
+memory.register(FastLayers.drop_kept)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FastLayers.forget_other_threads)

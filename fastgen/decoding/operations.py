@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_structure
 
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, which takes thrice as long: a recording makes thousands

@@ -20,7 +20,7 @@ from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of, why_by_itself
 from fastgen.engine.requests import Request, is_form
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 from fastgen.optimizer.transformers import buckets, models, row_adapters, states
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.encoders.stacks import way_of

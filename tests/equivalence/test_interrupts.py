@@ -28,7 +28,7 @@ SIGNALS = [60, pytest.param(20_000, marks=pytest.mark.long)]
 POINTS = [25, pytest.param(None, marks=pytest.mark.long)]
 # What takes something for a call, or for a step.
 TAKING = (
-    "interrupts.py", "locks.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
+    "interrupts.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
     "decoding/captured/graph.py:taken", "decoding/captured/graph.py:stepped_aside", "decoding/captured/graph.py:_take",
     "decoding/captured/graph.py:_give_back", "decoding/captured/program.py:capture",
     "decoding/captured/program.py:replay", "decoding/captured/recording.py:record",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.speculation.acceptance import accept_greedy
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 from fastgen.ops import search_step
 
 

@@ -33,9 +33,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen import caches, counters, memory
-from fastgen.interrupts import undoing
-from fastgen.locks import forkable_lock
+from fastgen import counters, memory
+from fastgen.interrupts import forkable_lock, undoing
 from fastgen.ops import fingerprint
 
 # Calls that do without a copy after it could not be made or did not help; and calls for which an unused copy is kept.
@@ -333,7 +332,7 @@ def drop_all() -> None:
         each.drop()
 
 
-caches.register(drop_all)
+memory.register(drop_all)
 
 
 # ---- memory

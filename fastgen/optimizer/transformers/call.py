@@ -20,8 +20,7 @@ from fastgen import counters, releases
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import LINEAR, FastLayers
-from fastgen.interrupts import undoing
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property, undoing
 from fastgen.ops import elementwise
 from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.transformers import row_adapters

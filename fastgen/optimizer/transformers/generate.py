@@ -20,7 +20,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
-from fastgen import caches, counters, interrupts, patching, releases
+from fastgen import counters, interrupts, memory, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
@@ -356,7 +356,7 @@ class _Attempt:
             return False
         if isinstance(error, torch.OutOfMemoryError):
             # The original code needs more memory, not less, but does not keep the captured steps of other calls.
-            return caches.free_captured_steps()
+            return memory.free_captured_steps()
         return True
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 import torch
 
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 from fastgen.optimizer.fairseq.compat.literals import RefusedValue
 
 # The list of allowed types is global to the process: checkpoints are read one at a time.

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from fastgen.decoding.captured.search import Search
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.captured import processors

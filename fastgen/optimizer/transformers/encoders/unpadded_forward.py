@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from fastgen import releases
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 from fastgen.optimizer.transformers.encoders import attention, results
 from fastgen.optimizer.transformers.encoders.results import Declined
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN

@@ -26,8 +26,7 @@ from fastgen.decoding.speculation.costs import DRAFT
 from fastgen.decoding.speculation.draft_length import AT_FIRST, Schedule
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
-from fastgen.interrupts import undoing
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property, undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.pays import Budget
