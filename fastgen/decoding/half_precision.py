@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fastgen import settings
 from fastgen.decoding.layer_forms import FunctionForm, serves
 from fastgen.decoding.modules import is_plain
-from fastgen.ops.half_precision import is_slow, upcast
+from fastgen.ops.linear.choose import is_slow, upcast
 
 _DIMENSIONS: Mapping[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5}  # of the weight
 # Batches of products.

@@ -25,8 +25,8 @@ from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLin
 from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
-from fastgen.ops.half_precision import HALF, is_slow
 from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import HALF, is_slow
 
 # Classes of linear layers: False if their weights are [N, K], True if [K, N].
 Kinds = Mapping[type[nn.Module], bool]

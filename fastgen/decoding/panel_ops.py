@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.decoding.weights import cache, formats
 from fastgen.interrupts import undoing
-from fastgen.ops import command_list
+from fastgen.ops import runtime
 
 _is_suspended: ContextVar[bool] = ContextVar("fastgen_panels_suspended", default=False)
 
@@ -94,7 +94,7 @@ class Calls:
         self._now, self._packed, self._validated_in = self._unpacked, None, None
 
     def now(self, in_lists: bool) -> Sequence[Callable[[], object]]:
-        """Returns the calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
+        """Returns the calls of this step: one by one, or in command lists (`fastgen.ops.runtime`)."""
         chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
             call = cache.current_call()
@@ -123,7 +123,7 @@ class Calls:
                 calls += each.calls(list(itertools.islice(left, len(each.ops))))
             else:
                 calls.append(each)
-        return _Chosen(copies, calls, command_list.with_command_lists(calls))
+        return _Chosen(copies, calls, runtime.with_command_lists(calls))
 
 
 def _are_same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:

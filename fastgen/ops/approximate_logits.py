@@ -29,7 +29,7 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops.linear import grouped
 from fastgen.ops.linear.grouped import PackedWeight
-from fastgen.ops.top_two import MASKED
+from fastgen.ops.search_step import MASKED
 
 # Logits that the kernel compares at a time (csrc/cpu/largest_output.cpp).
 _BLOCK = 256
@@ -165,7 +165,6 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::largest_output_out") and grouped.unavailable() is None
 
 
-backend = functools.partial(_library.backend, "fastgen::largest_output_out")
 # Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head_pass`). Nobody calls them.
 _library.define("approximate_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("argmax_of_logits(Tensor logits, Tensor x, Tensor weight, Tensor? bias) -> Tensor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -46,9 +45,9 @@ def kv_write(
         write = torch.ops.fastgen.kv_write if on_cpu and position.dtype == torch.int64 else reference
         write(keys, values, key_cache, value_cache, position, row_map)
         return
-    from fastgen.ops.gpu import kv_write as kernel
+    from fastgen.ops.gpu import launches as kernel
 
-    kernel.launch(keys, values, key_cache, value_cache, position)
+    kernel.launch_kv_write(keys, values, key_cache, value_cache, position)
 
 
 def _check(
@@ -108,7 +107,6 @@ def reference(
         cache[rows, :, at] = torch.where(is_inside, new, cache[rows, :, at])
 
 
-backend = functools.partial(_library.backend, "fastgen::kv_write")
 _library.define(
     "kv_write(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor position,"
     " Tensor? row_map=None) -> ()"

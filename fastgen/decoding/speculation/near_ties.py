@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastgen.ops.top_two import top_two
+from fastgen.ops.search_step import top_two
 
 # The largest error in units of the usual one. Measured with SmolLM2-135M (271 products) in float32, passes over 3 to 17
 # tokens against passes over one: logits change by at most 26 epsilon * magnitude, the two best by 11; the root is 16.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.weights.cache import STEPS_OF_COPY, Format
-from fastgen.ops import approximate_logits, exact_cast, fingerprint, quantized_linear
+from fastgen.ops import approximate_logits, fingerprint, quantized_linear
 from fastgen.ops.linear import choose, panels
 
 # Smaller weights stay in the processor's caches.
@@ -19,7 +19,7 @@ MIN_PANELS = 2**16
 
 
 def _panels(weight: Tensor) -> Tensor | None:
-    exact = exact_cast.exact_cast(weight)
+    exact = panels.exact_cast(weight)
     return None if exact is None else panels.pack(exact)
 
 
@@ -72,7 +72,6 @@ def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         weight.numel() >= MIN_PANELS
         and panels.serves(x, weight, bias)
         and choose.reads_panels(x.shape[0])
-        and exact_cast.is_available()
         and fingerprint.is_available()
-        and bool(exact_cast.likely_types(weight))
+        and bool(panels.likely_types(weight))
     )

@@ -1,6 +1,7 @@
 """Linear operators: `x @ weight.T + bias` by the format of the weight, with a single choice of their kernels.
 
-Only `choose` decides which kernel serves a linear op. M are rows of x (tokens), N out_features, K in_features.
+`kernels` read the unpacked weight, `panels` exact copies in 16 bits, `grouped` weights of 4 to 8 bits. Only `choose`
+decides which kernel serves a linear op. M are rows of x (tokens), N out_features, K in_features.
 """
 
 from __future__ import annotations

@@ -368,5 +368,4 @@ _library.define(
     f"Tensor?[] mins, Tensor? order, Tensor?[] bias, {_SIZES}) -> ()",
     fake=lambda *arguments: None,
 )
-backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")
 OPERATOR = torch.ops.fastgen.grouped_linear.default

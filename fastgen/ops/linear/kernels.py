@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
         return multiplied(self.out, x, weight, bias)
 
 
-is_available, backend = _library.asking("fastgen::gemm_out")
+is_available = _library.availability("fastgen::gemm_out")
 for _name in ("gemv", "gemm"):
     _library.define(f"{_name}_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
     # Several linear ops on the same x.

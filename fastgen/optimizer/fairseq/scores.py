@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching
-from fastgen.ops.best_candidates import MIN_SCORES, best_candidates
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.ops.search_step import MIN_SCORES, best_candidates
 from fastgen.optimizer.fairseq.call import Call, inside_call
 
 _NGRAM_ENTRY_POINT = "fairseq.no_repeat_ngram"
@@ -110,7 +110,7 @@ def step(
     original_batch_idxs: Tensor | None = None,
     candidate_multiple: int = 2,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Wrapper of `BeamSearch.step`, in one pass over the scores of all words (`fastgen.ops.best_candidates`).
+    """Wrapper of `BeamSearch.step`, in one pass over the scores of all words (`fastgen.ops.search_step`).
 
     Returns scores, words and sequences of the candidates, [sources, candidates] each, best first. fairseq-fixed sets
     their number for each sequence.

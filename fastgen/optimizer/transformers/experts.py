@@ -10,7 +10,7 @@ from fastgen import counters, interrupts, settings
 from fastgen.decoding import layer_forms
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops.linear import experts
+from fastgen.ops.linear import choose
 
 
 def grouped_mm(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -20,7 +20,7 @@ def grouped_mm(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
     try:
         if settings.current().packed_weights != "never" and _is_served(*given):
             x, weight, ends = given
-            return experts.expert_linear(x, weight.transpose(1, 2), ends)
+            return choose.expert_linear(x, weight.transpose(1, 2), ends)
     except Exception as error:
         interrupts.pass_on(error)
         counters.count_fallback("experts", f"{type(error).__name__}: {error}")
@@ -34,4 +34,4 @@ def _is_served(x: Any, weight: Any, ends: Any) -> bool:
         return False
     # A recording refuses to be asked for an address, and runs no other model's code.
     is_here = is_capturing() or FastLayers.have_experts(weight)
-    return is_here and experts.serves(x, weight.transpose(1, 2), ends)
+    return is_here and choose.serves_experts(x, weight.transpose(1, 2), ends)

@@ -12,9 +12,9 @@ from transformers.generation.logits_process import (
 )
 
 from fastgen import counters, patching
-from fastgen.ops import sort_rows
+from fastgen.ops import search_step
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-from fastgen.ops.top_p import top_p_
+from fastgen.ops.search_step import top_p_
 from fastgen.optimizer.transformers.call import Call
 
 _ENTRY_POINT = "transformers.no_repeat_ngram"
@@ -113,7 +113,7 @@ def top_p(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _sorted_fast(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Returns the scores if the operator serves them; None for the original code."""
     _, scores = _arguments(*args, **kwargs)
-    return scores if isinstance(scores, torch.Tensor) and sort_rows.serves(scores) else None
+    return scores if isinstance(scores, torch.Tensor) and search_step.sorts(scores) else None
 
 
 def _arguments(input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

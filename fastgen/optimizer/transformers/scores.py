@@ -2,7 +2,7 @@
 
 A step of beam search copies the logits, and adds the running score of each beam to all of its continuations. Here, the
 loop gets tensors that skip the copy and defer the addition until the best candidates are taken, where both are one pass
-(`fastgen.ops.best_candidates`). For all other operations they act as the tensors that they represent.
+(`fastgen.ops.search_step`). For all other operations they act as the tensors that they represent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastgen import patching
 from fastgen.decoding.kv.view import METADATA
-from fastgen.ops.best_candidates import MIN_SCORES, best_candidates
+from fastgen.ops.search_step import MIN_SCORES, best_candidates
 from fastgen.optimizer.transformers.call import Call
 
 

@@ -24,8 +24,8 @@ from fastgen import counters, interrupts, patching, releases, settings
 from fastgen.decoding import host_memory, library_code, torch_functions
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.ops._library import warn_if_missing
-from fastgen.ops.half_precision import HALF
 from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import HALF
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs, results
