@@ -250,7 +250,7 @@ def _collect(block: Block, carried: Carried, layers: dict[str, nn.Linear]) -> li
     return list(leaders.values())
 
 
-# ---- blocks: elements of lists of modules that a forward pass calls once. Earlier blocks than the one that is processed
+# ---- blocks: elements of lists of modules that a forward pass calls once. Earlier blocks than the processed one
 # return what the last finished block of their list returned, which is kept for each sample. All code between the blocks
 # runs unchanged, so nothing is assumed about the inputs of a block.
 

@@ -231,7 +231,7 @@ def _energy(weight: Tensor, hessian: Tensor) -> float:
 # Gradient Descent for the Quantization of LLMs")
 #
 # The package `auto-round` implements it (tested: 0.16.1). It tunes in which direction each weight of a block is
-# rounded, and how much of its range a group covers, so that the block returns what it did in floating point. It is given
+# rounded, and how much of its range a group covers, so that the block returns what it did in floating point. It gets
 # one block at a time, with the inputs that calibration has kept; the quantised values and scales are read back.
 
 _BATCH = 8  # samples of a step, one after the other, because their lengths may differ

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from fastgen.optimizer.fairseq.scores import MIN_SCORES, LogProbabilities, without_nan
+from fastgen.optimizer.fairseq.hooks import MIN_SCORES, LogProbabilities, without_nan
 
 ROWS = 4
 
