@@ -65,9 +65,9 @@ def test_models_that_are_not_captured_are_listed(monkeypatch):
 
 
 def test_other_results_are_a_problem(monkeypatch):
-    from fastgen.optimizer.transformers import scores
+    from fastgen.optimizer.transformers import loop_hooks
 
-    monkeypatch.setattr(scores, "uncopied", lambda logits: -logits)
+    monkeypatch.setattr(loop_hooks, "uncopied", lambda logits: -logits)
     assert any(problem.startswith("other results") for problem in report_of("llama").problems)
 
 

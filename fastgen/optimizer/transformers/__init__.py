@@ -81,7 +81,7 @@ def _processors() -> list[Patch]:
     module, with_encoder = "generation.logits_process", "EncoderNoRepeatNGramLogitsProcessor"
     least_new = "min_new_tokens prompt_length_to_skip eos_token_id"
     return [
-        _hook(module, "LogitsProcessorList.__call__", "scores:process", has(_SCORES)),
+        _hook(module, "LogitsProcessorList.__call__", "logits:process", has(_SCORES)),
         _hook(module, f"{with_encoder}.__init__", "logits:remember_encoder_tokens", has("encoder_input_ids")),
         hook("NoRepeatNGramLogitsProcessor", "no_repeat_ngram", "ngram_size"),
         hook(with_encoder, "no_repeat_ngram", "ngram_size batch_size"),
@@ -103,11 +103,11 @@ def _prophetnet() -> list[Patch]:
 
 def _bark() -> list[Patch]:
     attends = takes("self query key value attention_mask", uses="is_causal bias head_dim attn_dropout")
-    return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "bark:attend", attends)]
+    return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "special_models:attend", attends)]
 
 
 def _experts() -> list[Patch]:
-    return [_hook("integrations.moe", "_grouped_mm", "experts:grouped_mm", has("input weight offs"))]
+    return [_hook("integrations.moe", "_grouped_mm", "special_models:grouped_mm", has("input weight offs"))]
 
 
 def _latents() -> list[Patch]:
@@ -120,7 +120,7 @@ def _latents() -> list[Patch]:
         "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
     }  # fmt: skip
     return [
-        _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", "latents:expand_kv", expands)
+        _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", "special_models:expand_kv", expands)
         for name, kind in classes.items()
     ]
 
@@ -128,7 +128,7 @@ def _latents() -> list[Patch]:
 def _encoders() -> list[Patch]:
     """Returns the patches of encoders: of a model's call, its embeddings and layers, and their attention function."""
     library, text = "transformers.modeling_utils", "sentence_transformers"
-    call, sentences, layers = (f"{__name__}.encoders.{name}" for name in ("call", "sentences", "unpadded_forward"))
+    call, layers = (f"{__name__}.encoders.{name}" for name in ("call", "unpadded_forward"))
     interface, tokens = has("attn_implementation default"), has("input_ids position_ids inputs_embeds")
     transformer = f"{text}.base.modules.transformer"
     stacks, embeddings = STACKS.items(), sorted(EMBEDDINGS)
@@ -138,10 +138,10 @@ def _encoders() -> list[Patch]:
         Patch(
             f"{text}.sentence_transformer.model",
             "SentenceTransformer.encode",
-            f"{sentences}:encode",
+            f"{call}:encode",
             has("output_value"),
         ),
-        Patch(transformer, "Transformer.forward", f"{sentences}:forward", has("features")),
+        Patch(transformer, "Transformer.forward", f"{call}:forward", has("features")),
         *(
             _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:stack", has(" ".join(given)))
             for (module, name), (_, given) in stacks

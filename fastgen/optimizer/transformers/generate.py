@@ -24,7 +24,7 @@ from fastgen import counters, interrupts, memory, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, user_code
+from fastgen.optimizer.transformers import logits, loop, loop_hooks, models, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.entering import claimed, elsewhere
 from fastgen.optimizer.transformers.prefill import mode_of_loop, prefill
@@ -139,7 +139,7 @@ def decode(
 
 class _Processors(LogitsProcessorList):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return scores.process(super().__call__, self, args, kwargs)
+        return logits.process(super().__call__, self, args, kwargs)
 
 
 class _Criteria(StoppingCriteriaList):

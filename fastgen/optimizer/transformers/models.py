@@ -20,8 +20,7 @@ from fastgen import patching, releases
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of, runs_own_forward
-from fastgen.optimizer.transformers import codebooks, states
-from fastgen.optimizer.transformers.capturable import CAPTURABLE
+from fastgen.optimizer.transformers import cache_layers, special_models
 from fastgen.releases import Usual
 
 # Rotary embeddings of these types have frequencies that depend on the longest row of the batch.
@@ -60,7 +59,7 @@ _INDEPENDENT = frozenset(
 )
 # `generate` treats this class as decoder-only, but it takes an encoder's output, as the inputs below, and stores its K
 # and V beside its own in a cache that it makes itself.
-_READS_STATES = "transformers.models.blip.modeling_blip_text.BlipTextLMHeadModel"
+_READS_STATES = "BlipTextLMHeadModel"
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 # These count positions from the cache length, and some of them from the non-padding tokens of a pass. After a padding
 # token, the positions of a verify would differ from those of single steps.
@@ -71,34 +70,42 @@ _COUNTING = frozenset(
     Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM XLMRobertaForCausalLM
     """.split()
 )
-# With the hooks of captured/prophetnet.py.
-_PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
-_GIT = "transformers.models.git.modeling_git.GitForCausalLM"
-_PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
+_PALIGEMMA = "PaliGemmaForConditionalGeneration"
 # The decoder attends to the whole source, whatever mask `generate` is given: Whisper's mask counts the frames of a
 # recording, and an image model may be given a mask of image patches. MusicGen Melody has zeros where there is padding.
 _SOURCE_WITHOUT_MASK = frozenset(
-    (
-        "transformers.models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForConditionalGeneration",
-        "transformers.models.vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
-        "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration",
-    )
+    ("MusicgenMelodyForConditionalGeneration", "VisionEncoderDecoderModel", "WhisperForConditionalGeneration")
 )
 # Inputs that the library passes to steps, which do not read them. Qwen2-Audio reads this one only together with audio,
 # and MusicGen turns its audio prompt into tokens first.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
-    "transformers.models.udop.modeling_udop.UdopForConditionalGeneration": ("bbox", "visual_bbox"),
-    "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
-        "feature_attention_mask",
-    ),
-    "transformers.models.musicgen.modeling_musicgen.MusicgenForConditionalGeneration": (
-        "prefill_outputs",
-        "input_values",
-        "padding_mask",
-        "audio_scales",
-    ),
+    "UdopForConditionalGeneration": ("bbox", "visual_bbox"),
+    "Qwen2AudioForConditionalGeneration": ("feature_attention_mask",),
+    "MusicgenForConditionalGeneration": ("prefill_outputs", "input_values", "padding_mask", "audio_scales"),
 }
+# These have captured steps although the library does not run them with a static cache, because they read its length on
+# the host, or because nobody has checked them yet. In a captured step the host knows the length (`SymbolicLength`). Any
+# other model that the library excludes may compute positions from the number of keys, which is the buffers' capacity:
+# GPT-Neo does.
+_CAPTURABLE = frozenset(
+    """
+    AudioFlamingo3ForConditionalGeneration AyaVisionForConditionalGeneration BarkCoarseModel BarkSemanticModel
+    BertLMHeadModel BlipTextLMHeadModel CTRLLMHeadModel CamembertForCausalLM Cohere2VisionForConditionalGeneration
+    ElectraForCausalLM EncoderDecoderModel Ernie4_5_VLMoeForConditionalGeneration Ernie4_5_VLMoeTextModel
+    FSMTForConditionalGeneration FalconH1ForCausalLM FalconMambaForCausalLM GitForCausalLM
+    GlmAsrForConditionalGeneration GraniteSpeechForConditionalGeneration Idefics2ForConditionalGeneration
+    Idefics3ForConditionalGeneration LEDForConditionalGeneration Lfm2VlForConditionalGeneration
+    LongT5ForConditionalGeneration M2M100ForConditionalGeneration MambaForCausalLM MusicgenForCausalLM
+    MusicgenForConditionalGeneration MusicgenMelodyForCausalLM MusicgenMelodyForConditionalGeneration
+    MvpForConditionalGeneration PLBartForConditionalGeneration PaliGemmaForConditionalGeneration
+    Pix2StructForConditionalGeneration Pix2StructTextModel Qwen2AudioForConditionalGeneration RobertaForCausalLM
+    SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
+    SmolVLMForConditionalGeneration Speech2TextForConditionalGeneration SpeechEncoderDecoderModel
+    SpeechT5ForSpeechToText TrOCRForCausalLM UdopForConditionalGeneration VisionEncoderDecoderModel XGLMForCausalLM
+    XLMRobertaForCausalLM
+    """.split()
+)
 
 
 def masks_source(model: Any) -> bool:
@@ -160,14 +167,13 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _class_of(model: Any) -> str:
-    """Returns the name of a model's class; for a subclass that runs a library class's code, the name of the latter."""
+    """Returns the name of a model's class; for a subclass that runs a library class's code, the name of the latter.
+
+    Returns "" if that is none of Transformers' models.
+    """
     own: type = type(model)
     kind = next(filter(library_code.is_own, own.__mro__), own)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _short_name_of(model: Any) -> str:
-    return _class_of(model).rpartition(".")[2]
+    return kind.__qualname__ if kind.__module__.startswith("transformers.models.") else ""
 
 
 def unsupported(model: Any) -> str | None:
@@ -189,7 +195,7 @@ def unsupported(model: Any) -> str | None:
             return f"{kind.__name__} has a decoding loop of its own ({method})"
     if hasattr(model, "_reorder_cache"):
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
-    if states.are_unknown(model):
+    if cache_layers.states_are_unknown(model):
         return f"{kind.__name__} keeps state other than K/V"
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         if not library_code.is_own(getattr(kind, method)):
@@ -213,11 +219,11 @@ def unsupported(model: Any) -> str | None:
 
 def why_no_drafts(model: Any) -> str | None:
     """Returns why no draft can be verified, because rejected positions cannot be dropped; None if drafts can be."""
-    if states.are_kept(model, text_config(model.config)):
+    if cache_layers.states_are_kept(model, text_config(model.config)):
         return "a model with states that cannot go back"
-    if codebooks.are_read(model):
+    if special_models.reads_codebooks(model):
         return "rows of tokens that are codebooks"
-    if any(_short_name_of(part) in _COUNTING for part in parts_that_decode(model)):
+    if any(_class_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None
 
@@ -239,7 +245,7 @@ def takes_more_than_text(model: Any) -> bool:
 
 def pictures_in_front(model: Any) -> int:
     """Returns how many picture positions the cache has before the tokens, for which GIT itself widens the mask."""
-    if _class_of(model) != _GIT:
+    if _class_of(model) != "GitForCausalLM":
         return 0
     count: int = model.git.encoder.layer[0].attention.self.image_patch_tokens
     return count
@@ -320,9 +326,7 @@ def has_independent_rows(part: Any) -> bool:
     """Whether the rows of a part that generates are known to be independent. The encoder does not matter: it runs per
     input.
     """
-    is_as_it_was = runs_own_forward(part) and library_code.is_own(type(part).forward)
-    is_known = _class_of(part).startswith("transformers.models.") and _short_name_of(part) in _INDEPENDENT
-    return is_as_it_was and is_known
+    return runs_own_forward(part) and library_code.is_own(type(part).forward) and _class_of(part) in _INDEPENDENT
 
 
 def rows_depend_on_each_other(model: Any) -> bool:
@@ -366,10 +370,16 @@ def has_captured_steps(model: Any) -> bool:
     return all(
         _runs_with_static_cache(part)
         or hasattr(type(part), "step_positions")
-        or _class_of(part) in CAPTURABLE
-        or (_class_of(part) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
+        or _class_of(part) in _CAPTURABLE
+        or _is_hooked_prophetnet(part)
         for part in parts_that_decode(model)
     )
+
+
+def _is_hooked_prophetnet(part: Any) -> bool:
+    """Whether this is a ProphetNet that runs with the hooks of captured/prophetnet.py."""
+    is_one = _class_of(part) == "ProphetNetForConditionalGeneration"
+    return is_one and patching.stands_for("ProphetNetNgramSelfAttention.forward")
 
 
 def may_begin_again(model: Any, prompt: int, length: int) -> bool:

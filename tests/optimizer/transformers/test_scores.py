@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.optimizer.transformers import scores
-from fastgen.optimizer.transformers.scores import LogProbabilities, StepLogits
+from fastgen.optimizer.transformers import logits
+from fastgen.optimizer.transformers.logits import LogProbabilities, StepLogits
 from tests.noting import noted
 
 
@@ -33,10 +33,10 @@ def test_the_loops_copy_of_the_logits_is_none(index: tuple) -> None:
 
 def test_logits_that_are_part_of_more_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a prompt, which the scores that a call returns would keep in memory."""
-    monkeypatch.setattr(scores, "MIN_SCORES", 1)
+    monkeypatch.setattr(logits, "MIN_SCORES", 1)
     prompt = torch.randn(6, 9, 40)
-    assert type(scores.uncopied(prompt)) is type(scores.uncopied(prompt[:, -1:].clone())) is StepLogits
-    assert type(scores.uncopied(prompt[:, -1:])) is Tensor
+    assert type(logits.uncopied(prompt)) is type(logits.uncopied(prompt[:, -1:].clone())) is StepLogits
+    assert type(logits.uncopied(prompt[:, -1:])) is Tensor
 
 
 def test_other_copies_are_copies() -> None:
@@ -56,7 +56,7 @@ def _both(batch: int = 2, beams: int = 3) -> tuple[LogProbabilities, Tensor, Ten
 
 
 def test_the_way_through_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = noted(monkeypatch, scores, "best_candidates")
+    asked = noted(monkeypatch, logits, "best_candidates")
     ours, plain, running = _both()
     summed = torch.reshape(torch.reshape(ours, [2, 3, 40]) + running[:, :, None], (2, -1))
     expected = torch.reshape(torch.reshape(plain, [2, 3, 40]) + running[:, :, None], (2, -1))

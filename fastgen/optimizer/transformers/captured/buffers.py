@@ -20,7 +20,7 @@ from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.codebooks import DELAYS
+from fastgen.optimizer.transformers.special_models import DELAYS
 
 
 class StepBuffers:

@@ -17,10 +17,10 @@ from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.norms import fused
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
+from fastgen.optimizer.transformers.cache_layers import StepStates
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.models import STATES, counts_on_the_host, pictures_in_front
-from fastgen.optimizer.transformers.states import StepStates
 
 
 class Forward:

@@ -14,12 +14,10 @@ from fastgen import releases
 from fastgen.decoding.kv.states import States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
-from fastgen.optimizer.transformers import states as states_of_layers
 from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
-from fastgen.optimizer.transformers.cache_layers import SharedLayer
+from fastgen.optimizer.transformers.cache_layers import LayerForm, SharedLayer, have_begun
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
-from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
     STATES,
     STATES_MASK,
@@ -32,7 +30,7 @@ from fastgen.optimizer.transformers.models import (
     type_of_generated,
 )
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
-from fastgen.optimizer.transformers.states import LayerForm
+from fastgen.optimizer.transformers.special_models import DELAYS, PLAIN, Codebooks, without_nothing
 
 # Masks among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -225,7 +223,7 @@ def prefilled(
     (own, cross), with_states = layers_of(call.store.cache), states_in(call.store.cache)
     if not with_states:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
         own, cross = _without_last_unused(own), None if cross is None else _without_last_unused(cross)
-    is_filled = all(layer.kv.length for layer in own) and all(map(states_of_layers.have_begun, with_states))
+    is_filled = all(layer.kv.length for layer in own) and all(map(have_begun, with_states))
     if not (is_filled and (own or with_states)):
         raise CannotBeCaptured("a layer of the cache that the model does not use")
     own_kv = [layer.kv.prompt() for layer in own]

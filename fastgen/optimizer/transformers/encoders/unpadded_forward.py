@@ -1,27 +1,31 @@
 """The forward pass of an encoder stack without padding, inside the call of an encoder.
 
 The model's own code computes the stack's inputs, and reads its outputs, in which padded positions hold a fill value,
-such as NaN.
+such as NaN. Over a batch of sequences of equal length, FastGen's operator attends; torch's attention runs in all other
+cases, and where measurements show that it is faster.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fastgen import releases
-from fastgen.decoding import length_buckets
+from fastgen import patching, releases
+from fastgen.decoding import length_buckets, packing
+from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.packing import Packing
 from fastgen.interrupts import cached_property
-from fastgen.optimizer.transformers.encoders import attention, results
-from fastgen.optimizer.transformers.encoders.results import Declined
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
 # Cost of a further bucket, in positions: small linear ops are slow, and the model's Python code takes time.
@@ -37,6 +41,10 @@ _TABLES = {
     "token_type_ids": "token_type_embeddings",
     "position_ids": "position_embeddings",
 }
+
+
+class Declined(Exception):
+    """This call needs its padding; the message says why."""
 
 
 class Unexpected(Declined):
@@ -152,7 +160,7 @@ class UnpaddedForward:
                 raise Declined(_NOT_PER_TOKEN)
             return self._remembered(packing.unpack(states, self._fill))
 
-        return results.mapped(result, unpacked)
+        return mapped(result, unpacked)
 
     def _is_row(self, states: Tensor) -> bool:
         """Whether states are packed. A batch with padding has more positions, or more rows."""
@@ -196,7 +204,7 @@ class UnpaddedForward:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Replaces the library's attention functions while the layers run on packed tokens."""
-        name = attention.changing_argument(kwargs)
+        name = changing_argument(kwargs)
         if name is not None:
             raise Unexpected(f"an argument of attention ({name})")
         if self.packing is None or attention_mask is not None or dropout or getattr(module, "is_causal", False):
@@ -320,4 +328,78 @@ def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: 
     unpadded = UnpaddedForward.current.get()
     if unpadded is not None and unpadded.packing is not None:
         return unpadded.attend
-    return attention.replaced(wrapped(*args, **kwargs))
+    return replaced(wrapped(*args, **kwargs))
+
+
+# ---- attention
+
+# Arguments of attention functions that change which tokens of its sequence a token attends to.
+_CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", releases.PAGED_CACHE)
+
+_is_overridden: ContextVar[bool] = ContextVar("fastgen_overridden_attention", default=False)
+
+
+def override_attention() -> AbstractContextManager[None]:
+    """A context in which `over_all_tokens` replaces the library's attention function for SDPA."""
+    return patching.held(_is_overridden, True)
+
+
+def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
+    """Returns the name of an argument that changes which tokens attend to each other; None if none is given."""
+    given = ((name, kwargs.get(name)) for name in _CHANGING)
+    return next((name for name, value in given if value is not None and value is not False), None)
+
+
+def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the attention function that runs in place of a library function."""
+    if function is not sdpa_attention_forward or not _is_overridden.get() or not patching.is_active():
+        return function
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return function
+    # Compiled or captured code keeps the library's function.
+    return function if torch.compiler.is_compiling() or is_capturing() else over_all_tokens
+
+
+def over_all_tokens(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`sdpa_attention_forward`, by FastGen's operator if each token attends to exactly all tokens of its sequence."""
+    is_over_all = attention_mask is None and not dropout and not getattr(module, "is_causal", True)
+    if is_over_all and changing_argument(kwargs) is None:
+        context = packing.attend_equal(query, key, value, scaling)
+        if context is not None:
+            return context, None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+# ---- the tensors of a result, in tuples, lists and dicts, including Transformers' own output classes
+
+# Types that hold no tensor of a result; a module's tensors are its own.
+_WITHOUT = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, type, FunctionType, BuiltinFunctionType,
+    torch.dtype, torch.device, torch.Generator, nn.Module,
+)  # fmt: skip
+
+
+def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[type, ...] = _WITHOUT) -> Any:
+    """Returns a copy of a result with `function` applied to each tensor.
+
+    Parts of the types in `without` hold no tensor, and stay. Raises Declined for a part that may hold tensors.
+    """
+    if isinstance(result, Tensor):
+        return function(result)
+    if isinstance(result, without):
+        return result
+    if isinstance(result, tuple | list):
+        parts = [mapped(part, function, without) for part in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    if isinstance(result, dict) and all(isinstance(name, str) for name in result):
+        return type(result)(**{name: mapped(part, function, without) for name, part in result.items()})
+    raise Declined(f"a result of type {type(result).__name__}")
