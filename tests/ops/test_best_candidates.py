@@ -145,10 +145,10 @@ def test_another_order_of_ties_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatc
 
     operator._orders_as_torch.cache_clear()
     try:
-        assert operator.serves(torch.randn(4, 9), torch.randn(1, 4), 2)
+        assert operator._has_pass(torch.randn(4, 9), torch.randn(1, 4), 2)
         operator._orders_as_torch.cache_clear()
         monkeypatch.setattr(operator, "_candidates_reference", reversed_ties)
-        assert not operator.serves(torch.randn(4, 9), torch.randn(1, 4), 2)
+        assert not operator._has_pass(torch.randn(4, 9), torch.randn(1, 4), 2)
     finally:
         monkeypatch.setattr(operator, "_candidates_reference", reference)
         operator._orders_as_torch.cache_clear()

@@ -93,7 +93,7 @@ def test_processors_and_forks():
     code = """
 import os, signal, torch
 torch.set_num_threads(1)
-from fastgen.ops import thread_pool
+from fastgen.ops import runtime
 from fastgen.ops import rms_norm
 x, weight = torch.randn(2000, 64), torch.ones(64)
 expected = rms_norm.rms_norm(x, weight, 1e-6)
@@ -127,7 +127,7 @@ def test_nobody_waits_for_a_thread_that_does_not_run():
     code = """
 import os, time, torch
 torch.set_num_threads(1)
-from fastgen.ops import rms_norm, thread_pool
+from fastgen.ops import rms_norm, runtime
 x, weight = torch.randn(2000, 576), torch.ones(576)
 expected = rms_norm.rms_norm(x, weight, 1e-6)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
