@@ -9,7 +9,7 @@ the library's loop, processors and criteria run on hooks. The user's own process
 from __future__ import annotations
 
 from fastgen import releases
-from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS, STACKS
+from fastgen.optimizer.transformers.encoders.stacks import STACKS
 from fastgen.patching import Condition, Patch, has, takes
 
 _SCORES = "self input_ids scores"  # of processors and criteria
@@ -126,12 +126,11 @@ def _latents() -> list[Patch]:
 
 
 def _encoders() -> list[Patch]:
-    """Returns the patches of encoders: of a model's call, its embeddings and layers, and their attention function."""
+    """Returns the patches of encoders: of a model's call, its layers, and their attention function."""
     library, text = "transformers.modeling_utils", "sentence_transformers"
     call, layers = (f"{__name__}.encoders.{name}" for name in ("call", "unpadded_forward"))
-    interface, tokens = has("attn_implementation default"), has("input_ids position_ids inputs_embeds")
+    interface = has("attn_implementation default")
     transformer = f"{text}.base.modules.transformer"
-    stacks, embeddings = STACKS.items(), sorted(EMBEDDINGS)
     return [
         Patch(library, "PreTrainedModel.__call__", f"{call}:call", is_inherited=True),
         Patch(library, "AttentionInterface.get_interface", f"{layers}:get_interface", interface),
@@ -144,10 +143,6 @@ def _encoders() -> list[Patch]:
         Patch(transformer, "Transformer.forward", f"{call}:forward", has("features")),
         *(
             _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:stack", has(" ".join(given)))
-            for (module, name), (_, given) in stacks
-        ),
-        *(
-            _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:embed", tokens)
-            for module, name in embeddings
+            for (module, name), (_, given) in STACKS.items()
         ),
     ]

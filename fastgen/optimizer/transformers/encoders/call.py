@@ -61,8 +61,6 @@ class _Model:
     Attributes:
         stack: the model's only stack; None if it has none, several, or a decoder.
         reading: by kind of arguments, why such calls are not tried again.
-        sees_embeddings: kinds of arguments with which a pass on the embeddings of tokens alone failed: the model may
-            read its embeddings.
         gives_states: its results contain the states of all positions.
     """
 
@@ -73,7 +71,6 @@ class _Model:
         self._stack: Callable[[], Any] = weakref.ref(stacks[0][0]) if only_encodes else lambda: None
         self.way = stacks[0][1] if only_encodes else ""
         self.reading: dict[Hashable, str] = {}
-        self.sees_embeddings: set[Hashable] = set()
         self.gives_states = model.base_model is model
 
     @property
@@ -170,7 +167,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             if isinstance(declined, Unexpected):
                 releases.note_encoder(model, str(declined))
             result = forward()
-            _note_declined(plan, str(declined), unpadded, result)
+            _note_declined(plan, str(declined), result)
             return result
         except Exception as failure:
             interrupts.pass_on(failure)
@@ -182,14 +179,11 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
         return result
 
 
-def _note_declined(plan: _Plan, reason: str, unpadded: UnpaddedForward, result: Any) -> None:
+def _note_declined(plan: _Plan, reason: str, result: Any) -> None:
     """Records, from the library's result with padding, whether later passes without padding will be given up, too."""
     if any(bool(each.isnan().any()) for each in tensors_in(result)):
         return  # it has NaN, too, which tells nothing about padding
-    if unpadded.has_embedded:
-        plan.known.sees_embeddings.add(plan.key)
-    else:
-        plan.known.reading[plan.key] = reason
+    plan.known.reading[plan.key] = reason
 
 
 def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str) -> _Plan:
@@ -212,8 +206,7 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
                 plan.has_layers = are_many or layers is not None or _has_layers.get()
             else:
                 fill = 0.0 if padding == "unseen" else math.nan
-                embeds = plan.key not in known.sees_embeddings
-                plan.unpadded = UnpaddedForward(known.stack, known.way, mask, fill, embeds=embeds)
+                plan.unpadded = UnpaddedForward(known.stack, known.way, mask, fill)
         context.enter_context(entered.pop_all())
         return plan
 

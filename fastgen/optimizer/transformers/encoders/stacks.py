@@ -24,36 +24,31 @@ are. All sequences are packed in one row.
 BUCKETED: takes states, and has its own attention code or relative positions. Sequences of similar length form a batch.
 RIGHT_PADDED: likewise, but counts positions from the first column: padding must come after the tokens.
 """
-EMBEDDINGS: set[Place] = set()
-"""Embeddings that process each token independently, and whose model passes them unchanged to a VARLEN stack."""
 
 
 def _add(way: str, given: tuple[str, ...], **classes: str) -> None:
-    """Adds stacks by file name; each value names the stack and, if known, its embeddings."""
-    for file, names in classes.items():
-        module = f"{file.removesuffix('_text')}.modeling_{file}"
-        stack, *embeddings = names.split()
-        STACKS[module, stack] = way, given
-        EMBEDDINGS.update((module, name) for name in embeddings)
+    """Adds stacks by file name."""
+    for file, name in classes.items():
+        STACKS[f"{file.removesuffix('_text')}.modeling_{file}", name] = way, given
 
 
 _add(
     VARLEN,
     _STATES,
-    albert="AlbertTransformer AlbertEmbeddings",
-    bert="BertEncoder BertEmbeddings",
-    camembert="CamembertEncoder CamembertEmbeddings",
-    data2vec_text="Data2VecTextEncoder Data2VecTextEmbeddings",
-    distilbert="Transformer Embeddings",
+    albert="AlbertTransformer",
+    bert="BertEncoder",
+    camembert="CamembertEncoder",
+    data2vec_text="Data2VecTextEncoder",
+    distilbert="Transformer",
     electra="ElectraEncoder",
-    ernie="ErnieEncoder ErnieEmbeddings",
-    layoutlm="LayoutLMEncoder LayoutLMEmbeddings",
+    ernie="ErnieEncoder",
+    layoutlm="LayoutLMEncoder",
     mobilebert="MobileBertEncoder",
-    roberta="RobertaEncoder RobertaEmbeddings",
-    roberta_prelayernorm="RobertaPreLayerNormEncoder RobertaPreLayerNormEmbeddings",
-    splinter="SplinterEncoder SplinterEmbeddings",
-    xlm_roberta="XLMRobertaEncoder XLMRobertaEmbeddings",
-    xlm_roberta_xl="XLMRobertaXLEncoder XLMRobertaXLEmbeddings",
+    roberta="RobertaEncoder",
+    roberta_prelayernorm="RobertaPreLayerNormEncoder",
+    splinter="SplinterEncoder",
+    xlm_roberta="XLMRobertaEncoder",
+    xlm_roberta_xl="XLMRobertaXLEncoder",
 )
 _add(
     BUCKETED,

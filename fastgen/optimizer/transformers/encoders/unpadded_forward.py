@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -35,13 +34,6 @@ _NOT_PER_TOKEN = "results of the layers that are not one for each token"
 # Arguments of a stack with the shape [batch, positions, ...].
 _PER_POSITION = ("hidden_states", "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "bbox")
 
-# The embedding tables that these arguments index. An index out of range is an error, even in padding.
-_TABLES = {
-    "input_ids": "word_embeddings",
-    "token_type_ids": "token_type_embeddings",
-    "position_ids": "position_embeddings",
-}
-
 
 class Declined(Exception):
     """This call needs its padding; the message says why."""
@@ -57,22 +49,16 @@ class UnpaddedForward:
     Args:
         mask: [batch, longest], bool: where the tokens are. Padding may precede them, follow them, or be among them.
         fill: the value of padded positions in the stack's output.
-        embeds: embeddings may be computed for tokens only.
         buckets: sequences that run together, and their positions; by default they are found here.
 
     Attributes:
-        longest: positions of a sequence, padding included.
         has_run: the stack has run without padding.
     """
 
     current: ContextVar[UnpaddedForward | None] = ContextVar("fastgen_encoder", default=None)
 
-    def __init__(
-        self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool = False, buckets: Buckets = ()
-    ) -> None:
+    def __init__(self, stack: Any, way: str, mask: Tensor, fill: float, buckets: Buckets = ()) -> None:
         self.stack = stack
-        self.longest = mask.shape[1]
-        self._embeds = embeds and way == VARLEN
         self._fill = fill
         self._way = way
         self._mask, self._buckets = mask, buckets
@@ -80,7 +66,6 @@ class UnpaddedForward:
         self.packing: Packing | None = None  # while the layers run on packed tokens
         self._row: Packing | None = None  # the packing that they have run on
         self._made: list[Tensor] = []  # padded states
-        self._embedded: tuple[Tensor, Tensor] | None = None  # a stand-in for the embeddings, and the packed ones
         self._attended = 0
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,32 +106,15 @@ class UnpaddedForward:
     def _tokens(self) -> Packing:
         return Packing(self._mask)
 
-    def may_embed(self) -> bool:
-        """Whether to embed only tokens: the layers take packed states, and have not run yet."""
-        return self._embeds and not self.has_run and not self.has_embedded
-
-    @property
-    def has_embedded(self) -> bool:
-        """Whether the model has got a stand-in for its embeddings."""
-        return self._embedded is not None
-
     def packed(self, value: Tensor) -> Tensor | None:
         """Packs a tensor [batch or 1, longest, ...]; returns None if it has another shape."""
         batch, longest = self._mask.shape
         is_per_position = value.dim() > 1 and value.shape[0] in (1, batch) and value.shape[1] == longest
         return self._tokens.pack(value.expand(batch, *value.shape[1:])) if is_per_position else None
 
-    def embedded(self, row: Tensor) -> Tensor:
-        """Returns a stand-in for the embeddings until the layers run; `row` has the packed ones, [1, total, size]."""
-        stand_in = row.new_full((1, 1, 1), math.nan).expand(*self._mask.shape, row.shape[2])
-        self._embedded = stand_in, row
-        return stand_in
-
     def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         packing = self._tokens
         given = {name: self._packed_argument(name, value) for name, value in given.items()}
-        if self._embedded is not None and not any(value is self._embedded[1] for value in given.values()):
-            raise Unexpected("the layers get other states than the embeddings")
         self.packing = self._row = packing
         try:
             result = forward(**given)
@@ -185,8 +153,6 @@ class UnpaddedForward:
             return None
         if holds_no_tensor(value):
             return value
-        if self._embedded is not None and value is self._embedded[0]:
-            return self._embedded[1]
         row = self.packed(value) if name in _PER_POSITION and isinstance(value, Tensor) else None
         if row is None:
             raise Unexpected(f"an argument of the layers ({name})")
@@ -277,50 +243,6 @@ def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if unpadded is None or module is not unpadded.stack or unpadded.has_run:
         return wrapped(*args, **kwargs)
     return unpadded.run(wrapped, args, kwargs)
-
-
-def embed(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps the forward pass of embeddings: embeds only tokens if the layers run on one packed row.
-
-    Most positions of a batch may be padding, and embeddings sum several tensors of all positions. The layers get the
-    packed row. The model sees a stand-in with the shape of the batch, filled with NaN.
-    """
-    unpadded = UnpaddedForward.current.get()
-    if unpadded is None or not unpadded.may_embed():
-        return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    given = {name: value for name, value in bound.arguments.items() if value is not None}
-    if "position_ids" not in given:
-        given["position_ids"] = _positions(module, given, unpadded.longest)
-    has_cache = any(given.get(name) for name in releases.CACHE_LENGTHS)
-    if has_cache or not all(_has_rows(module, *each) for each in given.items()):
-        return wrapped(*args, **kwargs)
-    row = {name: unpadded.packed(value) if isinstance(value, Tensor) else value for name, value in given.items()}
-    if any(value is None for value in row.values()):
-        return wrapped(*args, **kwargs)
-    if "input_ids" in inspect.signature(wrapped).parameters:
-        row.setdefault("input_ids", None)
-    return unpadded.embedded(wrapped(**row))
-
-
-def _positions(module: Any, given: dict[str, Any], longest: int) -> Tensor:
-    """Returns the embeddings' default positions, [1 or batch, longest]: a token's column, or as they count."""
-    if not hasattr(module, "create_position_ids_from_input_ids"):
-        return module.position_ids[:, :longest]
-    if "input_ids" in given:
-        return module.create_position_ids_from_input_ids(given["input_ids"], module.padding_idx)
-    return module.create_position_ids_from_inputs_embeds(given["inputs_embeds"], module.padding_idx)
-
-
-def _has_rows(module: Any, name: str, indices: Any) -> bool:
-    """Whether an embedding table contains all of these indices."""
-    if name not in _TABLES:
-        return True
-    table = getattr(module, _TABLES[name], None)
-    if type(table) is not nn.Embedding or not indices.numel():
-        return False
-    least, most = indices.aminmax()
-    return int(least) >= 0 and int(most) < table.num_embeddings
 
 
 def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
