@@ -17,16 +17,7 @@ _SCORES = "self input_ids scores"  # of processors and criteria
 
 def patches() -> list[Patch]:
     """Returns every patch that FastGen applies to Transformers."""
-    return [
-        *_checkpoints(),
-        *_generation(),
-        *_processors(),
-        *_prophetnet(),
-        *_bark(),
-        *_latents(),
-        *_experts(),
-        *_encoders(),
-    ]
+    return [*_checkpoints(), *_generation(), *_processors(), *_special_models(), *_encoders()]
 
 
 def _hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
@@ -91,37 +82,30 @@ def _processors() -> list[Patch]:
     ]
 
 
-def _prophetnet() -> list[Patch]:
-    module, step, cache = "models.prophetnet.modeling_prophetnet", "captured.prophetnet", releases.TAKES_CACHE
+def _special_models() -> list[Patch]:
+    """Returns the patches of single models' code, and of the code that mixtures of experts share."""
+    hooks, prophetnet, cache = "special_models", "models.prophetnet.modeling_prophetnet", releases.TAKES_CACHE
     buckets = "main_relative_position_buckets predict_relative_position_buckets"
     attention = has(f"hidden_states {cache} position_ids {buckets}")
-    return [
-        _hook(module, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
-        _hook(module, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
-    ]
-
-
-def _bark() -> list[Patch]:
-    attends = takes("self query key value attention_mask", uses="is_causal bias head_dim attn_dropout")
-    return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "special_models:attend", attends)]
-
-
-def _experts() -> list[Patch]:
-    return [_hook("integrations.moe", "_grouped_mm", "special_models:grouped_mm", has("input weight offs"))]
-
-
-def _latents() -> list[Patch]:
-    """Returns the patches of the code that expands latents into K and V in multi-head latent attention."""
+    step, of_bark = "captured.prophetnet", "is_causal bias head_dim attn_dropout"
+    attends = takes("self query key value attention_mask", uses=of_bark)
+    # The code that expands latents into K and V in multi-head latent attention.
     expands = takes("self kv_nope k_rot", uses="kv_b_proj qk_nope_head_dim v_head_dim qk_rope_head_dim")
-    classes = {
+    with_latents = {
         "axk1": "AXK1Attention", "bailing_hybrid": "BailingHybridAttention", "deepseek_v2": "DeepseekV2Attention",
         "deepseek_v3": "DeepseekV3Attention", "glm4_moe_lite": "Glm4MoeLiteAttention",
         "kimi_linear": "KimiLinearAttention", "longcat_flash": "LongcatFlashMLA", "minicpm3": "MiniCPM3Attention",
         "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
     }  # fmt: skip
     return [
-        _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", "special_models:expand_kv", expands)
-        for name, kind in classes.items()
+        _hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
+        _hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
+        _hook("models.bark.modeling_bark", "BarkSelfAttention._attn", f"{hooks}:attend", attends),
+        *(
+            _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", f"{hooks}:expand_kv", expands)
+            for name, kind in with_latents.items()
+        ),
+        _hook("integrations.moe", "_grouped_mm", f"{hooks}:grouped_mm", has("input weight offs")),
     ]
 
 
