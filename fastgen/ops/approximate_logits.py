@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import grouped
+from fastgen.ops.linear import fit_in_float32, grouped
 from fastgen.ops.linear.grouped import PackedWeight
 from fastgen.ops.search_step import MASKED
 
@@ -147,16 +147,7 @@ def argmax_out(
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether there is a kernel for x [M, K], a weight [N, K] and a bias [N], all in float32."""
-    return (
-        all(each.dtype is torch.float32 and each.device.type == "cpu" for each in (x, weight))
-        and x.dim() == weight.dim() == 2
-        and x.shape[1] == weight.shape[1]
-        and min(*x.shape, *weight.shape) > 0
-        and x.stride(1) == 1
-        and weight.is_contiguous()
-        and (bias is None or (bias.dtype is torch.float32 and bias.shape == weight.shape[:1] and bias.is_contiguous()))
-        and is_available()
-    )
+    return fit_in_float32(x, weight, bias) and is_available()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import as_rows, fit, with_shape_of
+from fastgen.ops.linear import as_rows, fit_in_float32, with_shape_of
 
 TYPES = (torch.bfloat16, torch.float16)
 # The sample of a weight: at least this many rows, and this many elements of each.
@@ -81,15 +81,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
     The weight is [N, K], contiguous; the bias [N] or None. `choose.reads_panels` tells up to which M it gains.
     """
-    return (
-        x.dtype is torch.float32
-        and x.dim() == 2
-        and fit(x, weight, bias)
-        and x.numel() > 0
-        and x.stride(1) == 1
-        and weight.is_contiguous()
-        and is_available()
-    )
+    return fit_in_float32(x, weight, bias) and is_available()
 
 
 is_available = _library.availability("fastgen::panels_gemm_batch_out")
