@@ -27,7 +27,6 @@ from fastgen.models.prophetnet.attention import NgramSelfAttention
 from fastgen.models.prophetnet.model import ProphetNetDecoder
 from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Prefill, Unsupported, inside_call, of_ensemble
-from fastgen.optimizer.fairseq.hooks import without_nan
 
 # The most positions that are allocated at first; the cache grows when they are full.
 _MAX_FIRST_CAPACITY = 64
@@ -138,7 +137,7 @@ def forward_decoder(
                 prefill.run(ensemble.single_model, tokens[:: call.per_input], temperature)
         if step == prefill.steps:
             call.prefill = None
-        return without_nan(prefill.log_probs(step)), None
+        return prefill.log_probs(step), None
     is_first = not call.is_expanded
     if is_first:  # all sequences of a source are still equal: computes one of each
         tokens = tokens[:: call.per_input]
@@ -148,7 +147,7 @@ def forward_decoder(
         call.expand()
         log_probs = log_probs.repeat_interleave(call.per_input, dim=0)
         weights = weights.repeat_interleave(call.per_input, dim=0) if weights is not None else None
-    return without_nan(log_probs), weights
+    return log_probs, weights
 
 
 @functools.partial(inside_call, ensemble_of=lambda generator: generator.model)

@@ -3,15 +3,12 @@
 `MultiheadAttention` concatenates to its K/V in every step, and copies all of them when the beams are reordered. Here it
 uses a `GrowingKV`, which stores the source's K/V once per source, and appends new K/V in place.
 
-The loop searches all log-probabilities for NaN, and overwrites each: two passes over the vocabulary, and a mask of its
-size. NaN is rare, and the sum shows it in a fraction of the time. `BeamSearch.step`, which the other searches also use,
-makes two copies to add the scores of the sequences and to find the best.
+`BeamSearch.step`, which the other searches also use, makes two copies of all log-probabilities to add the scores of the
+sequences and to find the best.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from fastgen import counters, patching
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-from fastgen.ops.search_step import MIN_SCORES, best_candidates
+from fastgen.ops.search_step import best_candidates
 from fastgen.optimizer.fairseq.call import Call, State, Unsupported, inside_call
 
 
@@ -94,56 +91,9 @@ def _with_weights(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     return torch.matmul(weights.type_as(queries), values), weights.transpose(0, 1)
 
 
-# ---- log-probabilities: NaN, repeated n-grams, the best continuations
+# ---- log-probabilities: repeated n-grams, the best continuations
 
 _NGRAM_ENTRY_POINT = "fairseq.no_repeat_ngram"
-
-# The functions that `x != y` may call.
-_NOT_EQUAL = (Tensor.__ne__, Tensor.ne, torch.ne)
-
-
-class LogProbabilities(Tensor):
-    """Log-probabilities without NaN, as long as nobody writes to them: `x != x` is nowhere true.
-
-    Results computed from them are ordinary tensors, and so is the mask. A write through that mask is skipped.
-    """
-
-    _version_without_nan = -1
-    _nowhere: tuple[Tensor, int] | None = None  # the mask, and its version
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            scores = args[0] if args else None
-            if func in _NOT_EQUAL and len(args) == 2 and scores is args[1] and not kwargs:
-                if scores._version == scores._version_without_nan:
-                    mask = torch.zeros(scores.shape, dtype=torch.bool)
-                    scores._nowhere = mask, mask._version
-                    return mask
-            elif func is Tensor.__setitem__ and isinstance(scores, cls) and scores._nowhere is not None:
-                mask, version = scores._nowhere
-                if args[1] is mask and mask._version == version:
-                    return None
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        return copy.deepcopy(self.as_subclass(Tensor), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def without_nan(log_probs: Tensor) -> Tensor:
-    """Returns the log-probabilities for the loop: unchanged if nothing is gained, or if they contain NaN."""
-    if type(log_probs) is not Tensor or log_probs.device.type != "cpu" or log_probs.numel() < MIN_SCORES:
-        return log_probs
-    if torch.is_inference_mode_enabled() or log_probs.is_inference():
-        return log_probs  # it has no version that would show a write
-    if not log_probs.dtype.is_floating_point or log_probs.sum().isnan():
-        return log_probs
-    made = log_probs.as_subclass(LogProbabilities)
-    made._version_without_nan = made._version
-    return made
 
 
 def no_repeat_ngram(wrapped: Any, blocker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
