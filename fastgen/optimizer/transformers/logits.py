@@ -1,9 +1,8 @@
-"""The logits and scores of a step in the library's loop: processors that work in place, and no unneeded copies.
+"""The logits and scores of a step in the library's loop: processors that work in place, and a sum that is put off.
 
-N-gram processors and top-p run on FastGen's operators. A step of beam search copies the logits, and adds the running
-score of each beam to all of its continuations. Here, the loop gets tensors that skip the copy and defer the addition
-until the best candidates are taken, where both are one pass (`best_candidates`). For all other operations they act as
-the tensors that they represent.
+N-gram processors and top-p run on FastGen's operators. A step of beam search adds the running score of each beam to all
+of its continuations. Here, the loop gets a tensor that defers the addition until the best candidates are taken, where
+both are one pass (`best_candidates`). For all other operations it acts as the tensor that it represents.
 """
 
 from __future__ import annotations
@@ -155,14 +154,25 @@ def _are_private() -> bool:
     return call is not None and call.scores_are_private
 
 
-# ---- scores without unneeded copies
+# ---- the sum with the scores of beams
 
 
-class _Scores(Tensor):
-    """A tensor with rules for some operations. For others, and if a rule returns None, the plain tensor is used."""
+class LogProbabilities(Tensor):
+    """Log-probabilities after the processors, [rows, vocabulary], to which running scores may have been added.
+
+    Its data does not include the running scores, but has the shape of the sum. There are rules for some operations. For
+    others, and if a rule returns None, the ordinary tensor is used.
+    """
 
     _rules: ClassVar[dict[Any, Callable[..., Any]]]
     _running: Tensor | None = None
+
+    @classmethod
+    def of(cls, scores: Tensor, running: Tensor | None = None) -> LogProbabilities:
+        """Wraps scores in the order [inputs, beams, vocabulary], of any shape, and addends [inputs, beams]."""
+        made = scores.as_subclass(cls)
+        made._running = running
+        return made
 
     def plain(self) -> Tensor:
         """Returns the ordinary tensor that this one represents."""
@@ -184,40 +194,8 @@ class _Scores(Tensor):
                     return done
                 if args[0]._running is not None and _writes(func):
                     raise RuntimeError(f"{func.__name__} writes into a sum of scores that has not been computed")
-            args, kwargs = tree_map_only(_Scores, _Scores.plain, (args, kwargs))
+            args, kwargs = tree_map_only(LogProbabilities, LogProbabilities.plain, (args, kwargs))
             return func(*args, **kwargs)
-
-
-def _writes(func: Callable) -> bool:
-    name = func.__name__
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-class StepLogits(_Scores):
-    """The logits of a step, [rows, 1, vocabulary]. Only the loop refers to them, so a copy is the tensor itself."""
-
-    def _select(self, index: Any) -> Any:
-        return self.as_subclass(Tensor)[index].as_subclass(StepLogits)
-
-    def _copy(self, *args: Any, **options: Any) -> Any:
-        is_copy = not args and options == {"copy": True, "dtype": self.dtype, "device": self.device}
-        return self.as_subclass(Tensor) if is_copy else None
-
-    _rules: ClassVar = {Tensor.__getitem__: _select, Tensor.to: _copy}
-
-
-class LogProbabilities(_Scores):
-    """Log-probabilities after the processors, [rows, vocabulary], to which running scores may have been added.
-
-    Its data does not include the running scores, but has the shape of the sum.
-    """
-
-    @classmethod
-    def of(cls, scores: Tensor, running: Tensor | None = None) -> LogProbabilities:
-        """Wraps scores in the order [inputs, beams, vocabulary], of any shape, and addends [inputs, beams]."""
-        made = scores.as_subclass(cls)
-        made._running = running
-        return made
 
     def _reshape(self, *shape: Any, **options: Any) -> Any:
         return LogProbabilities.of(self.as_subclass(Tensor).reshape(*shape, **options), self._running)
@@ -236,7 +214,7 @@ class LogProbabilities(_Scores):
         rows = self.as_subclass(Tensor).reshape(running.numel(), -1)
         return torch.return_types.topk(best_candidates(rows, running, k))
 
-    _rules: ClassVar = {
+    _rules = {
         torch.reshape: _reshape,
         Tensor.reshape: _reshape,
         torch.add: _add,
@@ -247,6 +225,11 @@ class LogProbabilities(_Scores):
     }
 
 
+def _writes(func: Callable) -> bool:
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 def _pays(scores: Any) -> bool:
     return (
         type(scores) is Tensor
@@ -255,16 +238,6 @@ def _pays(scores: Any) -> bool:
         and scores.numel() >= MIN_SCORES
         and not torch.is_grad_enabled()
     )
-
-
-def uncopied(logits: Tensor) -> Tensor:
-    """Returns the logits of an accelerated step for the loop.
-
-    A part of a larger tensor, such as a prompt's logits, is copied: otherwise the call's scores would keep all of it
-    alive.
-    """
-    is_whole = logits.nbytes == logits.untyped_storage().nbytes()
-    return logits.as_subclass(StepLogits) if is_whole and _pays(logits) else logits
 
 
 def process(wrapped: Any, processors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hooks in the library's decoding loops: they let finished inputs leave the batch, and replace the logits."""
+"""Hooks in the library's decoding loops: they let finished inputs leave the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fastgen import patching, releases
 from fastgen.decoding.kv.rows import rows_of
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.logits import uncopied
 from fastgen.optimizer.transformers.models import TOKEN_TYPES, axis_of_rows, reads_padding
 
 # The methods through which finished inputs leave. A model that overrides them may pass on, or read, anything.
@@ -83,11 +82,10 @@ def prepare_inputs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict
 
 def update_kwargs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wraps `GenerationMixin._update_model_kwargs_for_generation(outputs, ...)`, called after each step."""
-    call = Call.current(model)
-    if call is not None and call.accelerated and patching.is_active():
+    compaction = _compaction(Call.current(model))
+    if compaction is not None:
         outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
-        logits = outputs.logits if call.compaction is None else call.compaction.spread(outputs.logits)
-        outputs.logits = uncopied(logits)
+        outputs.logits = compaction.spread(outputs.logits)
     return wrapped(*args, **kwargs)
 
 
