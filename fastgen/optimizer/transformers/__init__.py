@@ -84,11 +84,16 @@ def _processors() -> list[Patch]:
 
 def _special_models() -> list[Patch]:
     """Returns the patches of single models' code, and of the code that mixtures of experts share."""
-    hooks, prophetnet, cache = "special_models", "models.prophetnet.modeling_prophetnet", releases.TAKES_CACHE
+    hooks, keys, cache = "special_models", "captured.key_positions", releases.TAKES_CACHE
+    prophetnet = "models.prophetnet.modeling_prophetnet"
     buckets = "main_relative_position_buckets predict_relative_position_buckets"
     attention = has(f"hidden_states {cache} position_ids {buckets}")
-    step, of_bark = "captured.prophetnet", "is_causal bias head_dim attn_dropout"
-    attends = takes("self query key value attention_mask", uses=of_bark)
+    attends = "self query key value attention_mask"
+    of_mpt = has(f"hidden_states position_bias {cache} attention_mask")
+    of_bark, of_neo = takes(attends, uses="is_causal bias head_dim attn_dropout"), takes(attends, uses="bias")
+    longcat = "models.longcat_flash.modeling_longcat_flash"
+    uses = "gate_up_proj down_proj act_fn num_routed_experts"
+    chooses = takes("self hidden_states top_k_index top_k_weights", uses=uses)
     # The code that expands latents into K and V in multi-head latent attention.
     expands = takes("self kv_nope k_rot", uses="kv_b_proj qk_nope_head_dim v_head_dim qk_rope_head_dim")
     with_latents = {
@@ -98,14 +103,17 @@ def _special_models() -> list[Patch]:
         "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
     }  # fmt: skip
     return [
-        _hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
-        _hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
-        _hook("models.bark.modeling_bark", "BarkSelfAttention._attn", f"{hooks}:attend", attends),
+        _hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", "captured.prophetnet:embed_positions", has(cache)),
+        _hook(prophetnet, "ProphetNetNgramSelfAttention.forward", "captured.prophetnet:attend", attention),
+        _hook("models.bark.modeling_bark", "BarkSelfAttention._attn", f"{hooks}:attend", of_bark),
+        _hook("models.gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention._attn", f"{keys}:attend_gpt_neo", of_neo),
+        _hook("models.mpt.modeling_mpt", "MptAttention.forward", f"{keys}:attend_mpt", of_mpt),
         *(
             _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", f"{hooks}:expand_kv", expands)
             for name, kind in with_latents.items()
         ),
         _hook("integrations.moe", "_grouped_mm", f"{hooks}:grouped_mm", has("input weight offs")),
+        _hook(longcat, "LongcatFlashExperts.forward", f"{hooks}:longcat_flash", chooses),
     ]
 
 

@@ -21,6 +21,7 @@ from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.optimizer.transformers import cache_layers, special_models
+from fastgen.optimizer.transformers.capturable import CAPTURABLE, KOSMOS2, WITH_HOOKS, class_of
 from fastgen.releases import Usual
 
 # Rotary embeddings of these types have frequencies that depend on the longest row of the batch.
@@ -65,9 +66,11 @@ STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 # token, the positions of a verify would differ from those of single steps.
 _COUNTING = frozenset(
     """
-    BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM ElectraForCausalLM RobertaForCausalLM
-    SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
-    Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM XLMRobertaForCausalLM
+    BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
+    Kosmos2TextForCausalLM MegatronBertForCausalLM RobertaForCausalLM
+    RobertaPreLayerNormForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText
+    SeamlessM4Tv2ForTextToText Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM
+    XLMRobertaForCausalLM XLMRobertaXLForCausalLM
     """.split()
 )
 _PALIGEMMA = "PaliGemmaForConditionalGeneration"
@@ -80,42 +83,21 @@ _SOURCE_WITHOUT_MASK = frozenset(
 # and MusicGen turns its audio prompt into tokens first.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
+    KOSMOS2: ("image_embeds", "image_embeds_position_mask"),
     "UdopForConditionalGeneration": ("bbox", "visual_bbox"),
     "Qwen2AudioForConditionalGeneration": ("feature_attention_mask",),
     "MusicgenForConditionalGeneration": ("prefill_outputs", "input_values", "padding_mask", "audio_scales"),
 }
-# These have captured steps although the library does not run them with a static cache, because they read its length on
-# the host, or because nobody has checked them yet. In a captured step the host knows the length (`SymbolicLength`). Any
-# other model that the library excludes may compute positions from the number of keys, which is the buffers' capacity:
-# GPT-Neo does.
-_CAPTURABLE = frozenset(
-    """
-    AudioFlamingo3ForConditionalGeneration AyaVisionForConditionalGeneration BarkCoarseModel BarkSemanticModel
-    BertLMHeadModel BlipTextLMHeadModel CTRLLMHeadModel CamembertForCausalLM Cohere2VisionForConditionalGeneration
-    ElectraForCausalLM EncoderDecoderModel Ernie4_5_VLMoeForConditionalGeneration Ernie4_5_VLMoeTextModel
-    FSMTForConditionalGeneration FalconH1ForCausalLM FalconMambaForCausalLM GitForCausalLM
-    GlmAsrForConditionalGeneration GraniteSpeechForConditionalGeneration Idefics2ForConditionalGeneration
-    Idefics3ForConditionalGeneration LEDForConditionalGeneration Lfm2VlForConditionalGeneration
-    LongT5ForConditionalGeneration M2M100ForConditionalGeneration MambaForCausalLM MusicgenForCausalLM
-    MusicgenForConditionalGeneration MusicgenMelodyForCausalLM MusicgenMelodyForConditionalGeneration
-    MvpForConditionalGeneration PLBartForConditionalGeneration PaliGemmaForConditionalGeneration
-    Pix2StructForConditionalGeneration Pix2StructTextModel Qwen2AudioForConditionalGeneration RobertaForCausalLM
-    SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
-    SmolVLMForConditionalGeneration Speech2TextForConditionalGeneration SpeechEncoderDecoderModel
-    SpeechT5ForSpeechToText TrOCRForCausalLM UdopForConditionalGeneration VisionEncoderDecoderModel XGLMForCausalLM
-    XLMRobertaForCausalLM
-    """.split()
-)
 
 
 def masks_source(model: Any) -> bool:
     """Whether `attention_mask` determines which source positions the decoder attends to."""
-    return _class_of(model) not in _SOURCE_WITHOUT_MASK
+    return class_of(model) not in _SOURCE_WITHOUT_MASK
 
 
 def reads_states(model: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether a model without an encoder gets an encoder's states as an input, [rows, positions, width]."""
-    return _class_of(model) == _READS_STATES and isinstance(model_kwargs.get(STATES), Tensor)
+    return class_of(model) == _READS_STATES and isinstance(model_kwargs.get(STATES), Tensor)
 
 
 def mask_of_source(model: Any, mask: Tensor, encoded: Any) -> Tensor | None:
@@ -159,21 +141,11 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
     `Seq2SeqTrainer` passes the labels of a batch, too. The library's preparation of inputs drops them, also if a
     model's own preparation calls it.
     """
-    unread: tuple[str, ...] = _UNREAD.get(_class_of(model), ())
+    unread: tuple[str, ...] = _UNREAD.get(class_of(model), ())
     name = "prepare_inputs_for_generation"
     method = inspect.getattr_static(type(model), name)
     is_librarys = method is vars(GenerationMixin)[name] or "super" in inspect.unwrap(method).__code__.co_names
     return (*unread, "labels") if is_librarys else unread
-
-
-def _class_of(model: Any) -> str:
-    """Returns the name of a model's class; for a subclass that runs a library class's code, the name of the latter.
-
-    Returns "" if that is none of Transformers' models.
-    """
-    own: type = type(model)
-    kind = next(filter(library_code.is_own, own.__mro__), own)
-    return kind.__qualname__ if kind.__module__.startswith("transformers.models.") else ""
 
 
 def unsupported(model: Any) -> str | None:
@@ -223,7 +195,7 @@ def why_no_drafts(model: Any) -> str | None:
         return "a model with states that cannot go back"
     if special_models.reads_codebooks(model):
         return "rows of tokens that are codebooks"
-    if any(_class_of(part) in _COUNTING for part in parts_that_decode(model)):
+    if any(class_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None
 
@@ -245,7 +217,7 @@ def takes_more_than_text(model: Any) -> bool:
 
 def pictures_in_front(model: Any) -> int:
     """Returns how many picture positions the cache has before the tokens, for which GIT itself widens the mask."""
-    if _class_of(model) != "GitForCausalLM":
+    if class_of(model) != "GitForCausalLM":
         return 0
     count: int = model.git.encoder.layer[0].attention.self.image_patch_tokens
     return count
@@ -326,7 +298,7 @@ def has_independent_rows(part: Any) -> bool:
     """Whether the rows of a part that generates are known to be independent. The encoder does not matter: it runs per
     input.
     """
-    return runs_own_forward(part) and library_code.is_own(type(part).forward) and _class_of(part) in _INDEPENDENT
+    return runs_own_forward(part) and library_code.is_own(type(part).forward) and class_of(part) in _INDEPENDENT
 
 
 def rows_depend_on_each_other(model: Any) -> bool:
@@ -370,16 +342,10 @@ def has_captured_steps(model: Any) -> bool:
     return all(
         _runs_with_static_cache(part)
         or hasattr(type(part), "step_positions")
-        or _class_of(part) in _CAPTURABLE
-        or _is_hooked_prophetnet(part)
+        or class_of(part) in CAPTURABLE
+        or patching.stands_for(WITH_HOOKS.get(class_of(part), ""))
         for part in parts_that_decode(model)
     )
-
-
-def _is_hooked_prophetnet(part: Any) -> bool:
-    """Whether this is a ProphetNet that runs with the hooks of captured/prophetnet.py."""
-    is_one = _class_of(part) == "ProphetNetForConditionalGeneration"
-    return is_one and patching.stands_for("ProphetNetNgramSelfAttention.forward")
 
 
 def may_begin_again(model: Any, prompt: int, length: int) -> bool:
@@ -421,12 +387,20 @@ def hands_on_more(model: Any) -> bool:
     """Whether a model may pass more to the next step than the KV cache, with unknown rows."""
     name = "_update_model_kwargs_for_generation"
     is_own = inspect.getattr_static(type(model), name, None) is not vars(GenerationMixin).get(name)
-    return is_own and _class_of(model) != _PALIGEMMA  # it only passes token types
+    return is_own and class_of(model) != _PALIGEMMA  # it only passes token types
+
+
+def reads_mask_of_tokens(model: Any) -> bool:
+    """Whether the model's steps need a mask with one row a sequence, of all positions of the cache.
+
+    Falcon computes its bias from it, and Kosmos-2 takes no other. BLOOM makes that mask itself.
+    """
+    return class_of(model) == KOSMOS2 or (class_of(model) == "FalconForCausalLM" and bool(model.config.alibi))
 
 
 def type_of_generated(model: Any) -> int | None:
     """Returns the `token_type_ids` value of generated tokens; None to repeat that of the prompt's last token."""
-    return 1 if _class_of(model) == _PALIGEMMA else None
+    return 1 if class_of(model) == _PALIGEMMA else None
 
 
 def positions_of_step(model: Any) -> int:
