@@ -70,7 +70,7 @@ class GreedyHead:
             _aten.argmax.out(self._logits, -1, False, out=out)
 
     def find_two(self, out: Tensor, is_near: Tensor, masked: float, share: float) -> None:
-        """Does the same, and writes whether another logit is about as large, [M], bool (`fastgen.ops.top_two`)."""
+        """Does the same, and writes whether another logit is about as large, [M], bool (`fastgen.ops.search_step`)."""
         if not self._found(out, is_near, masked, share):
             torch.ops.fastgen.top_two_out(out, is_near, self._logits, masked, share)
 

@@ -21,8 +21,8 @@ from fastgen.decoding.library_code import modules_of
 from fastgen.engine import adapters
 from fastgen.engine.options import least_new_tokens, options_of, why_by_itself
 from fastgen.engine.requests import Request, is_form
-from fastgen.locks import forkable_lock
-from fastgen.optimizer.transformers import buckets, models, row_adapters, states
+from fastgen.interrupts import forkable_lock
+from fastgen.optimizer.transformers import buckets, cache_layers, models, row_adapters
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 
@@ -200,7 +200,7 @@ def alone_for_model(model: Any) -> str | None:
     inside, model = adapters.model_inside(model), adapters.model_that_decodes(model)
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
-    known = (buckets.is_decoder, states.are_known, models.has_independent_rows)
+    known = (buckets.is_decoder, cache_layers.states_are_known, models.has_independent_rows)
     is_known |= all(any(knows(part) for knows in known) for part in models.parts_that_decode(model))
     if not is_known:
         return f"{kind.__name__} is not known to treat the rows of a batch alike"

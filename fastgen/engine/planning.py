@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import accumulate
 
-from fastgen import caches
+from fastgen import memory
 from fastgen.engine.requests import Request
 from fastgen.partition import cheapest
 
@@ -122,14 +122,14 @@ class Entered:
     def note(self, prefill_group: Hashable, may_enter: bool) -> None:
         """Records that a request has entered, or that others of the group cannot."""
         if prefill_group is not None:
-            caches.limit(self._may)
+            memory.limit(self._may)
             self._may[prefill_group] = may_enter
 
     def note_declined(self, prefill_group: Hashable) -> None:
         """Records that the call of a request that was to enter ran to its end."""
         if prefill_group is None:
             return
-        caches.limit(self._declined)
+        memory.limit(self._declined)
         self._declined[prefill_group] = self._declined.get(prefill_group, 0) + 1
         if self._declined[prefill_group] >= _MOST_DECLINED and prefill_group not in self._may:
             self.note(prefill_group, False)

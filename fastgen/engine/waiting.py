@@ -18,7 +18,7 @@ from typing import Any
 from fastgen import openmp
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.requests import EngineFull, Request
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 
 # Seconds that the interpreter's exit waits for the running step.
 _SECONDS_AT_EXIT = 60

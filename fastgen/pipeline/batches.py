@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from fastgen import caches, memory
+from fastgen import memory
 from fastgen import settings as process_settings
 from fastgen.partition import cheapest
 from fastgen.pipeline.errors import SetupError, one_line
@@ -233,7 +233,7 @@ def free_captured_steps(device: Any) -> bool:
     if device.type != "cuda":
         return False
     before = torch.cuda.memory_allocated(device)
-    caches.free_captured_steps()
+    memory.free_captured_steps()
     gc.collect()
     freed = before - torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()

@@ -18,9 +18,8 @@ from fastgen.ops.gpu import grouped_linear
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.quantization import layer_weight
-from fastgen.quantization.formats import PackQuantized
-from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
-from fastgen.quantization.quantized_tensor import QuantizedTensor
+from fastgen.quantization.checkpoint import QuantizedTensor
+from fastgen.quantization.formats import BLOCK_TYPES, Blocks, PackQuantized
 from tests.equivalence.captured import BEAMS, GREEDY, CalledGraph, build, captures, reasons, to, two
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from fastgen import counters, releases
 from fastgen.decoding.layer_forms import FloatLinear
-from fastgen.ops.linear import choose, experts
+from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.captured import graph_cache, key
 from tests import near_ties
@@ -137,7 +137,7 @@ def test_without_a_captured_step_layers_are_fast(
     model, inputs = FAMILIES[name].build(), FAMILIES[name].make_inputs(2, LONG)
     new = 20 if is_recorded_later else 3
     products = noted(monkeypatch, FloatLinear, "_product")
-    of_experts = noted(monkeypatch, experts, "expert_linear")
+    of_experts = noted(monkeypatch, choose, "expert_linear")
     check(model, inputs, {**NEW, "max_new_tokens": new})
     assert fallbacks() == {BEYOND: 1}
     linear = sum(type(module) is torch.nn.Linear for module in model.modules())

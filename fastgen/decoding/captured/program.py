@@ -26,7 +26,7 @@ from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.program_memory import Growing
 from fastgen.decoding.recorded_graph import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
 from fastgen.memory import no_collection
-from fastgen.ops import command_list, elementwise, thread_pool, top_two
+from fastgen.ops import elementwise, runtime, search_step
 
 # Shared by all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time run programs, and a program
 # passes results to the next one only in tensors that existed before the capture.
@@ -80,8 +80,8 @@ class Program:
         before = _running.get()
         _running.set(True)  # `patching.held` would cost 3 us in each replay
         try:
-            with torch._C._InferenceMode(True), thread_pool.for_replay():
-                for call in self.calls(planned=not command_list.is_profiled()):
+            with torch._C._InferenceMode(True), runtime.for_replay():
+                for call in self.calls(planned=not runtime.is_profiled()):
                     call()
         finally:
             _running.set(before)
@@ -215,7 +215,7 @@ class _Compiler:
         if function in COPIES and results[0] is not None:
             return partial(torch.ops.aten.copy_.default, results[0], args[0])
         if function is torch.ops.aten.argmax.default and args[1:] in ((-1,), (1,)) and results[0] is not None:
-            own = top_two.argmax_into(results[0], args[0])
+            own = search_step.argmax_into(results[0], args[0])
             if own is not None:
                 return own
         writing = with_out(function, len(results))

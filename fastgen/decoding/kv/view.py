@@ -26,7 +26,7 @@ from fastgen.ops.attention import (
     shared_prefix_context,
     shared_prefix_scores,
 )
-from fastgen.ops.half_precision import upcast
+from fastgen.ops.linear.choose import upcast
 
 # Passed through without building the full tensor, because they do not read its contents.
 _ATTRIBUTES = "shape dtype device ndim requires_grad is_cuda is_cpu is_mps is_xpu is_quantized is_nested layout"

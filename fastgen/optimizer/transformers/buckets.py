@@ -22,9 +22,13 @@ from fastgen.decoding.layer_forms import drop_former_forward, has_former_forward
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
-from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward, holds_no_tensor
+from fastgen.optimizer.transformers.encoders.unpadded_forward import (
+    Buckets,
+    UnpaddedForward,
+    holds_no_tensor,
+    override_attention,
+)
 from fastgen.optimizer.transformers.models import parts_that_decode
 
 # Modules whose decoders are known to give the same result whatever padding precedes the prompt: equivalence tests run
@@ -59,7 +63,7 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return wrapped(*args, **kwargs)
     with call.decides():
         bound = inspect.signature(_encode).bind(call, wrapped, *args, **kwargs)
-    with attention.override_attention():
+    with override_attention():
         return _encode(*bound.args, **bound.kwargs)
 
 

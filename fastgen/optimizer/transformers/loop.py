@@ -31,7 +31,6 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
-from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks
 from fastgen.optimizer.transformers.loop_hooks import HookedModel
 from fastgen.optimizer.transformers.models import (
     STATES,
@@ -46,6 +45,7 @@ from fastgen.optimizer.transformers.models import (
     unread_inputs,
 )
 from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
+from fastgen.optimizer.transformers.special_models import DELAYS, PLAIN, Codebooks
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 from fastgen.optimizer.transformers.speculation.drafts import Draft, draft_for

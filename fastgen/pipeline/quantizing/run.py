@@ -26,8 +26,7 @@ from fastgen.pipeline.quantizing.texts import PlainTexts, Text, Texts, samples
 from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, own_text, saving
 
 if TYPE_CHECKING:
-    from fastgen.quantization.blocks import Block, Carried, Forward
-    from fastgen.quantization.calibration import Recipe
+    from fastgen.quantization.calibration import Block, Carried, Forward, Recipe
     from fastgen.quantization.report import Layer, Report
 
 PICTURE = "report.png"
@@ -112,7 +111,7 @@ def _blocks(
     loaded: LoadedModel, given: Sequence[dict[str, Any]], options: QuantizeOptions
 ) -> tuple[list[Block], Forward]:
     """Returns the blocks of the model, and a function that runs it on a sample."""
-    from fastgen.quantization.blocks import check_carried, find_blocks
+    from fastgen.quantization.calibration import check_carried, find_blocks
 
     def forward(sample: int) -> object:
         return loaded.model(**given[sample], use_cache=False)
@@ -127,7 +126,7 @@ def _blocks(
 
 def _output_block(model: Any, blocks: Sequence[Block], options: QuantizeOptions) -> Block:
     """Returns the output layer as a block. Raises ValueError if it cannot be one, or if nothing could load OUT."""
-    from fastgen.quantization.blocks import output_block
+    from fastgen.quantization.calibration import output_block
 
     block = output_block(model, model.get_output_embeddings())
     if block.name in block.linears:
@@ -159,7 +158,7 @@ def _quantise(
 ) -> list[Layer]:
     """Processes block by block: quantises its layers, or reads those that an earlier run kept, and puts them to use."""
     from fastgen.quantization import calibration
-    from fastgen.quantization.blocks import Carried
+    from fastgen.quantization.calibration import Carried
     from fastgen.quantization.report import Layer
     from fastgen.quantization.writing import load_block, save_block
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fastgen import caches, memory
+from fastgen import memory
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import MOST_FAILURES, Batch, free_captured_steps
 from fastgen.pipeline.errors import SetupError
@@ -136,7 +136,7 @@ def test_freeing_captured_steps(monkeypatch):
     from types import SimpleNamespace
 
     allocated = [700]
-    monkeypatch.setattr(caches, "free_captured_steps", lambda: allocated.__setitem__(0, 300))
+    monkeypatch.setattr(memory, "free_captured_steps", lambda: allocated.__setitem__(0, 300))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert not free_captured_steps(torch.device("cpu")) and allocated == [700]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import calibration, writing
-from fastgen.quantization.quantized_tensor import dequantized
+from fastgen.quantization.checkpoint import dequantized
 from fastgen.quantization.writing import load_block
 from tests.pipeline.children import ended_at, files_of_at_most
 from tests.pipeline.quantizing.runs import Killed, Stop, run

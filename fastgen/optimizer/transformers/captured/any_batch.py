@@ -39,7 +39,7 @@ from fastgen.optimizer.transformers.captured.key import Key, Sizes, rounded_size
 from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, Ledger, is_repeatable
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.codebooks import PLAIN
+from fastgen.optimizer.transformers.special_models import PLAIN
 
 ENTRY_POINT = "transformers.captured_step, any number of inputs"
 # Attempts at recording: the size of an intermediate result may coincide with that of a buffer.

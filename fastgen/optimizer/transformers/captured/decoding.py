@@ -28,8 +28,8 @@ from fastgen.optimizer.transformers.captured.key import more_new
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.codebooks import PLAIN
 from fastgen.optimizer.transformers.models import reads_padding
+from fastgen.optimizer.transformers.special_models import PLAIN
 
 # Replays that a call needs before its median time per step counts as a measurement.
 _ENOUGH_STEPS = 8

@@ -18,6 +18,7 @@ from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.layer_forms import fused_norms
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
+from fastgen.optimizer.transformers.cache_layers import StepStates
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.models import (
@@ -26,7 +27,6 @@ from fastgen.optimizer.transformers.models import (
     pictures_in_front,
     reads_mask_of_tokens,
 )
-from fastgen.optimizer.transformers.states import StepStates
 
 
 class Forward:

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastgen import caches, settings
+from fastgen import memory, settings
 from fastgen.optimizer.transformers.captured.key import Key
 
 # An encoder pass of one shape is recorded once it has run this often: recording takes as long as tens of passes.
@@ -117,7 +117,7 @@ class Ledger:
         return cls._of.setdefault(model, cls())
 
     def _of_key(self, key: Hashable) -> _OfKey:
-        caches.limit(self._keys)
+        memory.limit(self._keys)
         return self._keys.setdefault(key, _OfKey())
 
     def starts_at(self, key: Key, certain: int, most: int, specializes: bool = False) -> int | None:

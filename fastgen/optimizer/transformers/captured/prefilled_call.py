@@ -38,8 +38,8 @@ from fastgen.optimizer.transformers.captured.key import (
 from fastgen.optimizer.transformers.captured.pays import certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.codebooks import PLAIN, Codebooks
 from fastgen.optimizer.transformers.models import STATES, positions_of_step
+from fastgen.optimizer.transformers.special_models import PLAIN, Codebooks
 
 # Combines two rows of scores into one.
 GUIDANCE = logits_process.ClassifierFreeGuidanceLogitsProcessor

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fastgen.quantization.unpacked import Unpacked
+from fastgen.quantization.layers import Unpacked
 
 NUMBERS = torch.randn(6, 8)
 

@@ -1,4 +1,4 @@
-"""Launches the kernels of `fastgen.ops.attention` on a GPU, and chooses their sizes."""
+"""Launches the kernels of attention, the best candidates, KV writes and RMS norm on a GPU, and chooses their sizes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def split_count(programs: int, blocks: int, slots: int) -> int:
     return next(splits for splits in range(1, most + 1) if share_busy(splits) >= 0.85 * best)
 
 
-def launch(
+def launch_attention(
     query: Tensor,
     prefix_keys: Tensor,
     prefix_values: Tensor,
@@ -186,3 +186,132 @@ def _added(mask: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
     return mask[:, :, 0] if mask.shape[1:3] == (1, 1) else mask.expand(-1, *shape[1:], -1).flatten(1, 2)
+
+
+# ---- the best candidates: every program finds the best of its part of a row and its share of the denominator, so that
+# scores are read once. A second launch, on the few candidates that are left, combines the parts.
+
+# Scores that a program reads: 32 for each of 128 threads. The vocabulary of BART in 13 parts, for each of 128 rows, is
+# six waves on 132 multiprocessors with two programs each.
+_BLOCK = 4096
+# Candidates of an input that the second launch examines, all in one block.
+_MOST_CANDIDATES = 32768
+
+
+class _Sizes(NamedTuple):
+    block: int  # scores of a row that a program reads
+    parts: int  # programs of a row
+    keep: int  # candidates that each program keeps
+    candidates: int  # candidates of an input in the second launch
+
+    @staticmethod
+    def of(beams: int, vocabulary: int, count: int) -> _Sizes:
+        block = min(_BLOCK, max(gpu.power_of_two(vocabulary), 16))
+        parts = -(-vocabulary // block)
+        keep = min(count, block)
+        return _Sizes(block, parts, keep, gpu.power_of_two(beams) * gpu.power_of_two(parts * keep))
+
+
+def serves_candidates(scores: Tensor, running: Tensor, count: int) -> bool:
+    """Whether the kernels accept these arguments of `best_continuations`."""
+    beams, vocabulary = running.shape[1], scores.shape[1]
+    few = beams * vocabulary < 2**31 and _Sizes.of(beams, vocabulary, count).candidates <= _MOST_CANDIDATES
+    return few and scores.dtype in gpu.KERNEL_TYPES
+
+
+def launch_best_candidates(
+    scores: Tensor, running: Tensor, count: int, normalise: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the kernels; returns the scores, beams and tokens of `best_continuations`."""
+    from fastgen.ops.gpu import _kernels as kernels
+
+    (batch, beams), (rows, vocabulary) = running.shape, scores.shape
+    block, parts, keep, candidates = _Sizes.of(beams, vocabulary, count)
+    part_best = scores.new_empty(rows * parts * keep, dtype=torch.int64)
+    part_maximum = scores.new_empty(rows * parts, dtype=torch.float32)
+    part_total = torch.empty_like(part_maximum)
+    best = scores.new_empty(batch, count, dtype=torch.float32)
+    out = best, torch.empty_like(best, dtype=torch.int64), torch.empty_like(best, dtype=torch.int64)
+    gpu.launch(
+        kernels.best_of_parts,
+        (rows, parts),
+        (scores, part_best, part_maximum, part_total, vocabulary, *scores.stride()),
+        KEEP=keep,
+        PARTS=parts,
+        BLOCK=block,
+        NORMALISE=normalise,
+        num_warps=4,
+    )
+    gpu.launch(
+        kernels.best_of_beams,
+        (batch,),
+        (part_best, part_maximum, part_total, running.contiguous(), *out, vocabulary),
+        BEAMS=beams,
+        BLOCK_BEAMS=gpu.power_of_two(beams),
+        KEEP=keep,
+        CANDIDATES=parts * keep,
+        BLOCK_CANDIDATES=gpu.power_of_two(parts * keep),
+        PARTS=parts,
+        BLOCK_PARTS=gpu.power_of_two(parts),
+        WANTED=count,
+        NORMALISE=normalise,
+        # There is one program per input, so it should be quick: up to eight candidates for each of 512 threads.
+        num_warps=min(max(candidates // 256, 1), 16),
+    )
+    return out
+
+
+# ---- KV writes and RMS norm
+
+
+def launch_kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
+    """Launches the kernel; the arguments are those of `kv_write`."""
+    from fastgen.ops.gpu import _kernels as kernels
+
+    rows, heads, dim = keys.shape
+    block_d = gpu.power_of_two(max(dim, values.shape[2]))
+    # Enough heads for a few kilobytes: one 16-byte access for each of 128 threads, and a few of them in flight.
+    block_h = min(max(4096 // block_d, 1), gpu.power_of_two(heads))
+    gpu.launch(
+        kernels.write,
+        (rows, -(-heads // block_h)),
+        (
+            keys, values, key_cache, value_cache, position, heads, key_cache.shape[2],
+            0 if position.numel() == 1 else position.stride(0),
+            *keys.stride()[:2], *values.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+        ),
+        DIM=dim,
+        VALUE_DIM=values.shape[2],
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )  # fmt: skip
+
+
+# Elements of a row that a program holds in registers: 32 for each of its 512 threads.
+_LARGEST_BLOCK = 16384
+
+
+def launch_rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0, rounds_scaled: bool = False
+) -> Tensor:
+    """Launches the kernel; the arguments are those of `rms_norm`."""
+    from fastgen.ops.gpu import _kernels as kernels
+
+    width = x.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.reshape(x.numel() // max(width, 1), width)
+    if width > 1 and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    block = min(gpu.power_of_two(width), _LARGEST_BLOCK)
+    gpu.launch(
+        kernels.rms_norm,
+        (rows.shape[0],),
+        (rows, weight.contiguous(), out, rows.stride(0), width, float(eps), float(offset)),
+        BLOCK=block,
+        BLOCKS=-(-width // block),
+        ROUND_SCALED=rounds_scaled and x.dtype != torch.float32,
+        # A step has few rows, so many threads share a row: 16 elements each, and at most 512 threads.
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out

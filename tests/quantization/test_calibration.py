@@ -11,9 +11,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastgen.quantization import calibration
-from fastgen.quantization.blocks import Carried, check_carried, find_blocks, output_block, sharing
-from fastgen.quantization.calibration import Recipe, group_size_of, quantise, quantise_block, use
-from fastgen.quantization.quantized_tensor import dequantized
+from fastgen.quantization.calibration import (
+    Carried,
+    Recipe,
+    check_carried,
+    find_blocks,
+    group_size_of,
+    output_block,
+    quantise,
+    quantise_block,
+    sharing,
+    use,
+)
+from fastgen.quantization.checkpoint import dequantized
 from tests.quantization import tiny
 
 BITS_4 = Recipe(group_size=16)

@@ -1,7 +1,10 @@
-"""FairSeq's attention on FastGen's KV cache.
+"""The hooks of an accelerated call on FairSeq's attention, and on the log-probabilities of a step.
 
-`MultiheadAttention` concatenates to its K/V in every step, and copies all of them when the beams are reordered. In an
-accelerated call it uses a `GrowingKV`, which stores the source's K/V once per source, and appends new K/V in place.
+`MultiheadAttention` concatenates to its K/V in every step, and copies all of them when the beams are reordered. Here it
+uses a `GrowingKV`, which stores the source's K/V once per source, and appends new K/V in place.
+
+`BeamSearch.step`, which the other searches also use, makes two copies of all log-probabilities to add the scores of the
+sequences and to find the best.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import counters, patching
+from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.ops.search_step import best_candidates
 from fastgen.optimizer.fairseq.call import Call, State, Unsupported, inside_call
 
 
@@ -83,3 +89,62 @@ def _with_weights(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
         scores = scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     return torch.matmul(weights.type_as(queries), values), weights.transpose(0, 1)
+
+
+# ---- log-probabilities: repeated n-grams, the best continuations
+
+_NGRAM_ENTRY_POINT = "fairseq.no_repeat_ngram"
+
+
+def no_repeat_ngram(wrapped: Any, blocker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `NGramRepeatBlock.forward(tokens, lprobs, bsz, beam_size, step)`."""
+    if not patching.is_active():
+        return wrapped(*args, **kwargs)
+    blocked = counters.decided(_NGRAM_ENTRY_POINT, lambda: _block(blocker, *args, **kwargs))
+    return wrapped(*args, **kwargs) if blocked is None else blocked
+
+
+def _block(blocker: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor | None:
+    """Blocks repeated n-grams in `lprobs` and returns it; returns None, and counts why, if nothing has been written."""
+    n = blocker.no_repeat_ngram_size
+    if blocker.use_extension:
+        reason = "FairSeq's own CUDA extension is there"
+    elif n < 2:
+        reason = "n-grams of one token"
+    elif tokens.shape[1] < max(step + 1, n) or lprobs.shape[0] != bsz * beam_size:
+        reason = f"tokens of shape {tuple(tokens.shape)}, scores of shape {tuple(lprobs.shape)}"
+    else:
+        try:
+            # The library compares the n-grams so far with the last columns of `tokens`, generated or not yet.
+            no_repeat_ngram_(lprobs, tokens, n, context=tokens[:, : step + 1])
+            counters.count_accelerated(_NGRAM_ENTRY_POINT)
+            return lprobs
+        except RuntimeError as error:  # the operator refuses them, and has written nothing
+            reason = str(error).splitlines()[0]
+    counters.count_fallback(_NGRAM_ENTRY_POINT, reason)
+    return None
+
+
+@inside_call
+def step(
+    call: Call,
+    wrapped: Any,
+    beam: Any,
+    step: int,
+    lprobs: Tensor,
+    scores: Tensor | None,
+    prev_output_tokens: Tensor | None = None,
+    original_batch_idxs: Tensor | None = None,
+    candidate_multiple: int = 2,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Wrapper of `BeamSearch.step`, in one pass over the scores of all words (`fastgen.ops.search_step`).
+
+    Returns scores, words and sequences of the candidates, [sources, candidates] each, best first. fairseq-fixed sets
+    their number for each sequence.
+    """
+    _, sequences, words = lprobs.shape
+    if step == 0 or scores is None or lprobs.dtype is not torch.float32 or lprobs.device.type != "cpu":
+        return NotImplemented
+    count = min(candidate_multiple * sequences, sequences * words - 1)  # excludes padding from the candidates
+    best, indices = best_candidates(lprobs.reshape(-1, words), scores[:, :, step - 1], count)
+    return best, indices % words, indices // words

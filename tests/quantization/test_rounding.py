@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.quantization import gptq as module
-from fastgen.quantization.gptq import output_error
-from fastgen.quantization.quantized_tensor import dequantized
-from fastgen.quantization.rtn import Grid, Kind, best_grid, make_grid, round_to_nearest
+from fastgen.quantization import rounding as module
+from fastgen.quantization.checkpoint import dequantized
+from fastgen.quantization.rounding import Grid, Kind, best_grid, make_grid, output_error, round_to_nearest
 
 
 def layer(outputs, inputs, samples=200, seed=0):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.quantization.quantized_tensor import QuantizedTensor, check, dequantized
+from fastgen.quantization.checkpoint import QuantizedTensor, check, dequantized
 from tests.quantization.definitions import by_definition, random_weight
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.locks import cached_property, forkable_lock
+from fastgen.interrupts import cached_property, forkable_lock
 from tests.conftest import ROOT
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
@@ -52,7 +52,7 @@ import fastgen
 from fastgen.decoding.captured import graph, program, recording
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.layers import FastLayers
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 from fastgen.optimizer.transformers.captured import graph_cache
 
 own = forkable_lock()
@@ -144,7 +144,7 @@ def test_a_property_that_another_thread_computes_is_not_waited_for() -> None:
 def test_no_other_cached_properties() -> None:
     """Python's own have a lock before 3.12."""
     users = [path for path in (ROOT / "fastgen").rglob("*.py") if "cached_property" in path.read_text()]
-    kept = {"locks.py", "library_code.py"}
+    kept = {"interrupts.py", "library_code.py"}
     assert len(users) > 5
     for path in users:
-        assert "from fastgen.locks import cached_property" in path.read_text() or path.name in kept, path
+        assert "from fastgen.interrupts import cached_property" in path.read_text() or path.name in kept, path
