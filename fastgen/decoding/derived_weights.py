@@ -34,10 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen import caches, counters, memory
-from fastgen.interrupts import undoing
-from fastgen.locks import forkable_lock
-from fastgen.ops import approximate_logits, exact_cast, fingerprint, quantized_linear
+from fastgen import counters, memory
+from fastgen.interrupts import forkable_lock, undoing
+from fastgen.ops import approximate_logits, fingerprint, quantized_linear
 from fastgen.ops.linear import choose, panels
 
 # Calls that do without a copy after it could not be made or did not help; and calls for which an unused copy is kept.
@@ -83,7 +82,7 @@ MIN_PANELS = 2**16
 
 
 def _panels(weight: Tensor) -> Tensor | None:
-    exact = exact_cast.exact_cast(weight)
+    exact = panels.exact_cast(weight)
     return None if exact is None else panels.pack(exact)
 
 
@@ -136,9 +135,9 @@ def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         weight.numel() >= MIN_PANELS
         and panels.serves(x, weight, bias)
         and choose.reads_panels(x.shape[0])
-        and exact_cast.is_available()
+        and panels.is_available()
         and fingerprint.is_available()
-        and bool(exact_cast.likely_types(weight))
+        and bool(panels.likely_types(weight))
     )
 
 
@@ -399,7 +398,7 @@ def drop_all() -> None:
         each.drop()
 
 
-caches.register(drop_all)
+memory.register(drop_all)
 
 
 # ---- memory

@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from fastgen import counters, interrupts, patching, settings
 from fastgen.decoding import derived_weights
-from fastgen.ops.half_precision import is_slow, upcast
 from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import is_slow, upcast
 from fastgen.ops.rms_norm import available, reference, rms_norm
 
 _plain_linear: ContextVar[bool] = ContextVar("fastgen_plain_linear", default=False)

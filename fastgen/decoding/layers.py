@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import caches, counters, settings
+from fastgen import counters, memory, settings
 from fastgen.decoding import derived_weights, layer_forms, library_code
 from fastgen.decoding.layer_forms import (
     FloatLinear,
@@ -32,8 +32,8 @@ from fastgen.decoding.layer_forms import (
 )
 from fastgen.decoding.library_code import modules_of
 from fastgen.interrupts import undoing
-from fastgen.ops.half_precision import HALF, is_slow
 from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import HALF, is_slow
 
 # Classes of linear layers: False if their weights are [N, K], True if [K, N].
 Kinds = Mapping[type[nn.Module], bool]
@@ -276,6 +276,6 @@ def _quantized(module: nn.Module, transposed: bool, precision: str) -> Quantized
     return QuantizedLinear(module, transposed, derived_weights.low_bit(precision, settings.current().weight_group_size))
 
 
-caches.register(FastLayers.drop_kept)
+memory.register(FastLayers.drop_kept)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FastLayers.forget_other_threads)

@@ -23,7 +23,7 @@ from fastgen import settings
 from fastgen.decoding import derived_weights
 from fastgen.decoding.recorded_graph import PRODUCTS, Operation, TensorRef
 from fastgen.interrupts import undoing
-from fastgen.ops import command_list
+from fastgen.ops import runtime
 from fastgen.ops.linear import choose, grouped
 from fastgen.ops.linear.choose import GEMM, Kernel
 
@@ -204,7 +204,7 @@ class Calls:
         self._now, self._packed, self._validated_in = self._unpacked, None, None
 
     def now(self, in_lists: bool) -> Sequence[Callable[[], object]]:
-        """Returns the calls of this step: one by one, or in command lists (`fastgen.ops.command_list`)."""
+        """Returns the calls of this step: one by one, or in command lists (`fastgen.ops.runtime`)."""
         chosen = self._now  # read once: `forget` may come from another thread
         if self._weights:
             call = derived_weights.current_call()
@@ -229,4 +229,4 @@ class Calls:
                 calls += each.calls(list(itertools.islice(left, len(each.ops))))
             else:
                 calls.append(each)
-        return _Chosen(copies, calls, command_list.with_command_lists(calls))
+        return _Chosen(copies, calls, runtime.with_command_lists(calls))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.recorded_graph import Constant, Operation, TensorRef
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 from fastgen.ops import attention, kv_write, search_step  # noqa: F401 (define operators)
 
 ALIGNMENT = 64  # buffers begin at multiples of a cache line, in bytes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 from fastgen.ops import packed_attention
 
 

@@ -156,7 +156,7 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::largest_output_out") and grouped.unavailable() is None
 
 
-# Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head_pass`). Nobody calls them.
+# Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head`). Nobody calls them.
 _library.define("approximate_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("argmax_of_logits(Tensor logits, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastgen import caches, memory
+from fastgen import memory
 from fastgen.decoding import derived_weights
 from fastgen.decoding.derived_weights import DerivedWeight, Format
 from fastgen.ops import fingerprint
@@ -136,7 +136,7 @@ def test_users_are_told_when_a_copy_goes() -> None:
     user, held = User(), derived(parameter())
     held.tell(user)
     held.make()
-    caches.free_all()
+    memory.free_all()
     assert user.told == 1 and held.copy is None
     assert held.optional() is not None
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 import fastgen
 from fastgen.decoding import layer_forms
-from fastgen.ops import half_precision as of_operators
-from fastgen.ops.half_precision import upcast
 from fastgen.ops.linear import choose
-from fastgen.ops.linear.choose import Isa
+from fastgen.ops.linear import choose as of_operators
+from fastgen.ops.linear.choose import Isa, upcast
 from tests.noting import noted
 
 pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")

@@ -14,7 +14,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import derived_weights, linear_ops
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import command_list, exact_cast, fingerprint
+from fastgen.ops import fingerprint, runtime
 from fastgen.ops.linear import choose, panels
 from fastgen.ops.linear.kernels import GEMM
 from tests.noting import noted
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 OUTPUTS, INPUTS = 60, 64
-TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", panels.TYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch, copies: 
         assert step.call(steps=1)
 
 
-@pytest.mark.parametrize("dtype", [*exact_cast.TYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [*panels.TYPES, torch.float32], ids=str)
 def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype, copies: Found) -> None:
     """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""
     weight = torch.nn.Parameter(weight_of(torch.bfloat16))
@@ -208,14 +208,14 @@ def test_code_of_others_inside_a_call_may_write_to_weights(copies: Found) -> Non
 
 def test_a_step_with_copies_is_one_plan_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one without them is. In each call, both kinds of step are there again."""
-    made, plan = [], command_list.with_command_lists
-    monkeypatch.setattr(command_list, "with_command_lists", lambda calls: made.append(plan(calls)) or made[-1])
+    made, plan = [], runtime.with_command_lists
+    monkeypatch.setattr(runtime, "with_command_lists", lambda calls: made.append(plan(calls)) or made[-1])
     step = Step(weight_of(torch.bfloat16), torch.randn(30, INPUTS), weight_of(torch.float16))
     assert step.call() and step.call() and step.call(1) and step.call()
     unpacked, packed = filter(None, made)  # there are no calls before the capture
     for calls in (unpacked, packed):
         assert len([call for call in calls if call.func is torch.ops.fastgen.run_plan.default]) == 1
-        assert not any(call.func.name() in command_list.OPERATORS for call in calls)
+        assert not any(call.func.name() in runtime.OPERATORS for call in calls)
 
 
 def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from fastgen.decoding import lm_head, recorded_graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.lm_head import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
-from fastgen.ops import approximate_logits, top_two
+from fastgen.ops import approximate_logits, search_step
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 
 pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
@@ -79,7 +79,7 @@ def ruled_out() -> Tensor:
 
 
 def top_two_of(scores: Tensor) -> Tensor:
-    tokens, is_near = top_two.top_two(scores, 0.1)
+    tokens, is_near = search_step.top_two(scores, 0.1)
     return tokens + 1000 * is_near
 
 

@@ -24,8 +24,7 @@ from fastgen.decoding.captured.program import Program, is_running
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.program_memory import Growing
 from fastgen.decoding.retrying import BackOff
-from fastgen.interrupts import undoing
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock, undoing
 from fastgen.memory import no_collection
 from fastgen.ops import _library
 from fastgen.ops import gpu as operators

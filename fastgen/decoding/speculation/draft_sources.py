@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastgen import caches
+from fastgen import memory
 from fastgen.decoding import derived_weights, layer_forms, layers
 from fastgen.decoding.layer_forms import is_plain
 from fastgen.decoding.lm_head import DraftHead
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 
 # Separates texts of a row that do not follow one another. No draft crosses it.
 BOUNDARY = -1
@@ -107,7 +107,7 @@ class DraftWeights:
         if not self._is_dropped:
             self._is_dropped = True
             self._overrides, self._draft_head, self._used_head = {}, None, None
-            caches.free_captured_steps()
+            memory.free_captured_steps()
 
     def copy(self, seconds: float = math.inf) -> bool:
         """Copies weights for about this many seconds. Returns whether all but the head are copied. Not thread-safe.
@@ -179,7 +179,7 @@ def _multiply(copy: Any, module: nn.Module, x: Tensor) -> Tensor:
     return derived_weights.multiply_low_bit(x, copy, module._parameters.get("bias"))
 
 
-caches.register(DraftWeights.drop_all)
+memory.register(DraftWeights.drop_all)
 
 
 # ---- prompt lookup

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 from fastgen.ops import search_step
-from fastgen.ops.top_two import top_two
+from fastgen.ops.search_step import top_two
 
 # The largest error in units of the usual one. Measured with SmolLM2-135M (271 products) in float32, passes over 3 to 17
 # tokens against passes over one: logits change by at most 26 epsilon * magnitude, the two best by 11; the root is 16.

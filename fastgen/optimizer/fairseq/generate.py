@@ -2,7 +2,7 @@
 
 The loop, the search and the scores stay FairSeq's. All reasons against accelerating a call are checked before anything
 changes. A call that fails nevertheless is repeated with the original code, from the same random state. Sources of
-similar length are encoded together (`fastgen.decoding.length_buckets`).
+similar length are encoded together (`fastgen.decoding.unpadding`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor
 
 from fastgen import counters, interrupts, patching
-from fastgen.decoding import host_memory, length_buckets, library_code, torch_functions
+from fastgen.decoding import host_memory, library_code, torch_functions, unpadding
 from fastgen.decoding.layers import FastLayers
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.models.prophetnet.attention import NgramSelfAttention
 from fastgen.models.prophetnet.model import ProphetNetDecoder
 from fastgen.ops._library import warn_if_missing
@@ -180,7 +180,7 @@ def encode(call: Call, wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -
     tokens, lengths = net_input["src_tokens"], net_input["src_lengths"]
     padding = tokens.eq(ensemble.single_model.encoder.padding_idx)
     in_front = not bool((padding[:, 1:] > padding[:, :-1]).any())
-    buckets = length_buckets.by_mask(~padding, in_front)
+    buckets = unpadding.by_mask(~padding, in_front)
     if not buckets:
         return NotImplemented
     encoded = [wrapped({"src_tokens": tokens[place], "src_lengths": lengths[place[0]]}) for place in buckets]

@@ -10,9 +10,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fastgen import releases
-from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.fixed import FixedKV, FixedStates, States
 from fastgen.decoding.kv.rows import Beams
-from fastgen.decoding.kv.states import FixedStates, States
 from fastgen.optimizer.transformers.cache_layers import (
     LayerForm,
     SharedHybridLayer,

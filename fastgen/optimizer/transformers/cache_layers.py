@@ -11,10 +11,9 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from fastgen import releases
-from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.fixed import FixedKV, FixedStates, Name, States, of_each
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.rows import Beams, rows_of
-from fastgen.decoding.kv.states import FixedStates, Name, States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 
 # ---- layers that keep states besides, or instead of, K and V

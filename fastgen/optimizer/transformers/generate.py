@@ -24,7 +24,7 @@ from fastgen import counters, interrupts, memory, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.captured import recording
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.optimizer.transformers import logits, loop, loop_hooks, models, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.entering import claimed, elsewhere

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fastgen import caches
+from fastgen import memory
 from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.decoding.speculation import draft_sources
@@ -60,7 +60,7 @@ def test_what_drafts_goes_with_a_copy(
 ) -> None:
     """Steps that were captured with it hold its memory."""
     freed: list[int] = []
-    monkeypatch.setattr(caches, "free_captured_steps", lambda: freed.append(1))
+    monkeypatch.setattr(memory, "free_captured_steps", lambda: freed.append(1))
     x = torch.randn(3, 40)
     before, expected = draft(model), model(x)
     before.copy()

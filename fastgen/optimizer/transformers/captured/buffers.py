@@ -17,7 +17,7 @@ from fastgen.decoding.program_memory import LEAST_LENGTH, Growing
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt, Sizes
-from fastgen.optimizer.transformers.codebooks import DELAYS
+from fastgen.optimizer.transformers.special_models import DELAYS
 
 
 class StepBuffers:

@@ -21,7 +21,7 @@ from transformers.generation import logits_process as library
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache, processors

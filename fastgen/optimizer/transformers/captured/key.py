@@ -14,13 +14,12 @@ from fastgen import releases
 from fastgen.decoding.kv.fixed import States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
-from fastgen.optimizer.transformers import states as states_of_layers
+from fastgen.optimizer.transformers import cache_layers as states_of_layers
 from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
-from fastgen.optimizer.transformers.cache_layers import SharedLayer
+from fastgen.optimizer.transformers.cache_layers import LayerForm, SharedLayer
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.capturable import WITHOUT_POSITIONS, class_of
 from fastgen.optimizer.transformers.captured.key_positions import most_positions, windows
-from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
     STATES,
     STATES_MASK,
@@ -34,7 +33,7 @@ from fastgen.optimizer.transformers.models import (
     type_of_generated,
 )
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
-from fastgen.optimizer.transformers.states import LayerForm
+from fastgen.optimizer.transformers.special_models import DELAYS, PLAIN, Codebooks, without_nothing
 
 # Masks among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")

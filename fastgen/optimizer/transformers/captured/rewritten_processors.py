@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-from fastgen.ops.top_p import EVERYTHING, top_p_
+from fastgen.ops.search_step import EVERYTHING, top_p_
 
 
 class StepTokens(NamedTuple):

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastgen import patching, releases
-from fastgen.decoding import length_buckets, packing
+from fastgen.decoding import unpadding
 from fastgen.decoding.captured.recording import is_capturing
-from fastgen.decoding.packing import Packing
+from fastgen.decoding.unpadding import Packing
 from fastgen.interrupts import cached_property
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
@@ -113,9 +113,9 @@ class UnpaddedForward:
         return self._tokens.pack(value.expand(batch, *value.shape[1:])) if is_per_position else None
 
     def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        packing = self._tokens
+        unpadding = self._tokens
         given = {name: self._packed_argument(name, value) for name, value in given.items()}
-        self.packing = self._row = packing
+        self.packing = self._row = unpadding
         try:
             result = forward(**given)
         finally:
@@ -126,7 +126,7 @@ class UnpaddedForward:
         def unpacked(states: Tensor) -> Tensor:
             if not self._is_row(states):
                 raise Declined(_NOT_PER_TOKEN)
-            return self._remembered(packing.unpack(states, self._fill))
+            return self._remembered(unpadding.unpack(states, self._fill))
 
         return mapped(result, unpacked)
 
@@ -189,7 +189,7 @@ class UnpaddedForward:
         in_front = not bool(self._mask[:, 0].all())
         if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
-        buckets = length_buckets.by_mask(self._mask, in_front, cost=BUCKET_COST)
+        buckets = unpadding.by_mask(self._mask, in_front, cost=BUCKET_COST)
         if not buckets:  # a single bucket, as long as its longest sequence
             longest = int(self._mask.sum(dim=1).max())
             buckets = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
@@ -295,7 +295,7 @@ def over_all_tokens(
     """`sdpa_attention_forward`, by FastGen's operator if each token attends to exactly all tokens of its sequence."""
     is_over_all = attention_mask is None and not dropout and not getattr(module, "is_causal", True)
     if is_over_all and changing_argument(kwargs) is None:
-        context = packing.attend_equal(query, key, value, scaling)
+        context = unpadding.attend_equal(query, key, value, scaling)
         if context is not None:
             return context, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

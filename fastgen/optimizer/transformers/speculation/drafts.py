@@ -24,8 +24,7 @@ from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import AT_FIRST, DRAFT, Schedule
 from fastgen.decoding.speculation.draft_sources import BOUNDARY, DraftWeights, OtherLogits, PromptLookup
-from fastgen.interrupts import undoing
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property, undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.pays import Budget
