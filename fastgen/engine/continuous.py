@@ -18,12 +18,9 @@ from torch import Tensor
 from fastgen import patching, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.engine import adapters
-from fastgen.engine.calls import ModelState, alone_for_model, call, pads, what_shares_a_call, written
-from fastgen.engine.drafts import Drafts
-from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
-from fastgen.engine.own_generate import OwnCalls
-from fastgen.engine.planning import Arrivals, Costs, Entered, next_batch
+from fastgen.engine import models
+from fastgen.engine.calls import OwnCalls, call, written
+from fastgen.engine.planning import Arrivals, Costs, Drafts, Entered, ExceedsBudget, KVBudget, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
@@ -64,16 +61,16 @@ class ContinuousBatches:
     def __init__(
         self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float | None = 1.0, lookup: int = 0
     ) -> None:
-        self.model, self._inside, self.most_rows = model, adapters.model_that_decodes(model), most_rows
+        self.model, self._inside, self.most_rows = model, models.model_that_decodes(model), most_rows
         has_encoder = bool(self._inside.config.is_encoder_decoder)
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
-        self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall)
+        self.prefills = Prefills(self._inside, models.pads(model), has_encoder, max_stall)
         self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
         self._entered, self._expected = Entered(), 0  # requests waiting at the latest choice that could share a step
         self._is_for_itself = False  # the latest failure to enter concerns that request alone
-        self._state = ModelState(model)  # the state in which requests entered slots
-        self._adapters, self._drafts = adapters.Served(), Drafts(lookup)
+        self._state = models.ModelState(model)  # the state in which requests entered slots
+        self._adapters, self._drafts = models.Served(), Drafts(lookup)
         self.reset()
 
     def reset(self) -> None:
@@ -89,7 +86,7 @@ class ContinuousBatches:
         is_on = patching.is_active() and settings.current().captured_step != "never"
         device = self._inside.device
         is_served = is_on and device.type == "cpu" and graph.unavailable(device) is None
-        return is_served and alone_for_model(self.model) is None
+        return is_served and models.alone_for_model(self.model) is None
 
     @property
     def busy(self) -> int:
@@ -105,7 +102,9 @@ class ContinuousBatches:
         has_slots = self.has_slots
         return {
             "executor": "slots" if has_slots else "static batches",
-            "why": "requests enter and leave while others go on" if has_slots else what_shares_a_call(self.model),
+            "why": "requests enter and leave while others go on"
+            if has_slots
+            else models.what_shares_a_call(self.model),
             "alone": dict(self.alone),
             "slots": self.most_rows,
             "busy": self.busy,
@@ -135,7 +134,7 @@ class ContinuousBatches:
     def _chosen(self, waiting: list[Request], free: int) -> list[Request]:
         first = waiting[0]
         if self._runs_static(first):
-            shares = alone_for_model(self.model) is None
+            shares = models.alone_for_model(self.model) is None
             like = [each for each in waiting if each.group == first.group] if shares else [first]
             chosen = self._cheapest(like, self.most_rows)
         else:
@@ -160,7 +159,7 @@ class ContinuousBatches:
 
     def _cheapest(self, like: Sequence[Request], most_rows: int) -> list[Request]:
         """Picks, from requests that may share a batch, those that are cheapest together with the first."""
-        length = None if pads(self.model) else like[0].length
+        length = None if models.pads(self.model) else like[0].length
         return next_batch([each for each in like if length in (None, each.length)], most_rows, self._costs)
 
     def _runs_static(self, request: Request) -> bool:
@@ -290,7 +289,7 @@ class ContinuousBatches:
             says_nothing = is_static or self._is_for_itself or len(self._in_use) >= MOST_IN_USE
             if not (has_failed or says_nothing):
                 self._entered.note_declined(first.prefill_group)
-            reason = first.alone or alone_for_model(self.model) or (None if is_static else DECLINED)
+            reason = first.alone or models.alone_for_model(self.model) or (None if is_static else DECLINED)
             if reason and len(batch) == 1:
                 self.alone[reason] += 1
         for request, result in zip(batch, [outcome] * len(batch) if has_failed else outcome, strict=True):

@@ -1,4 +1,5 @@
-"""Decides which waiting requests run together: the oldest and those whose lengths make a call with it cheap.
+"""Decides what runs together: which waiting requests (`next_batch`), when they enter slots (`Arrivals`, `Entered`),
+how many fit into the memory (`KVBudget`), and what is drafted for them (`Drafts`).
 
 Requests of a group are sorted by length and cut into the batches of the least total cost, using costs of whole calls
 (Algorithm 2 of Fang et al., "TurboTransformers", PPoPP 2021). The batch with the oldest request runs; the others are
@@ -9,12 +10,19 @@ which requests share a batch, never their results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 
 from fastgen import caches
+from fastgen.decoding.speculation.prompt_lookup import BOUNDARY
+from fastgen.decoding.speculation.verify_rows import StepSeconds
 from fastgen.engine.requests import Request
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
+from fastgen.optimizer.transformers.captured.key import Prompt
+from fastgen.optimizer.transformers.captured.kind import Kind
+from fastgen.optimizer.transformers.captured.slot import Slot
+from fastgen.optimizer.transformers.captured.slot_drafts import Chances, SlotDrafts
 from fastgen.partition import cheapest
 
 # Fixed cost of a decode step, in positions of a prefill: it reads all weights for a few tokens.
@@ -191,3 +199,138 @@ def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list
     lengths = [request.length for request in window]
     chosen = oldest_batch(lengths, lambda length: most, lambda length, inputs, _: cost(length, inputs))
     return [window[index] for index in chosen]
+
+
+# A request enters if its prompt and this many tokens of each row fit: most requests end before their limit.
+RESERVED = 32
+
+
+class ExceedsBudget(MemoryError):
+    """A request may need more than the whole budget."""
+
+
+class KVBudget:
+    """A byte budget, and the bytes that positions and rows take. Without a limit, everything fits.
+
+    Args:
+        most_bytes: limit for K and V, and states, of all requests in slots.
+        has_encoder: inputs are those of cross-attention.
+
+    Attributes:
+        peak: the most bytes stored so far.
+    """
+
+    def __init__(self, most_bytes: int | None, has_encoder: bool) -> None:
+        self.most_bytes, self.peak, self._has_encoder = most_bytes, 0, has_encoder
+        self._is_known = False
+        self._own = self._cross = self._states = 0  # bytes of a position, and of a row
+        self._source = self._before = 0  # positions of the longest source so far, and of pictures before the tokens
+
+    def note(self, prompt: Prompt, request: Request) -> None:
+        """Records the bytes of a position in self- and cross-attention, the bytes of a row's states, and the positions
+        of a source, and of pictures before the tokens.
+        """
+        if request.has_other_inputs and not self._has_encoder:
+            self._before = max(self._before, prompt.cached - request.prompt_positions)
+        self._own, self._cross = prompt.bytes_per_position
+        self._states, self._source = prompt.bytes_of_states, max(self._source, prompt.sizes.source)
+        self._is_known = True
+
+    def has_room(self, stored: int) -> bool:
+        """Whether this many bytes may be stored."""
+        return self.most_bytes is None or stored <= self.most_bytes
+
+    def stored(self, slots: Iterable[Slot]) -> int:
+        """Returns the bytes that these slots store."""
+        found = sum(map(self._stored, slots))
+        self.peak = max(self.peak, found)
+        return found
+
+    def of_a_step(self, slots: Iterable[Slot]) -> int:
+        """Returns the bytes that the next decode step adds for these slots."""
+        return sum(slot.owner.rows for slot in slots) * self._own
+
+    def drafted(self, slots: Collection[Slot]) -> int | None:
+        """Returns how many draft tokens the next decode step of these slots may store besides; None for no limit. A
+        draft never preempts a request.
+        """
+        if self.most_bytes is None or not self._own:
+            return None
+        return max(self.most_bytes - self.stored(slots) - self.of_a_step(slots), 0) // self._own
+
+    def needed(self, request: Request, new_tokens: int, prompt: Prompt | None = None) -> int:
+        """Returns the bytes of a request with `new_tokens` in each row, or fewer if it allows fewer. The sizes of its
+        images and audio are estimated from those of others before a prefill has made its `prompt`.
+        """
+        own, source = request.prompt_positions, 0
+        if self._has_encoder:
+            own, source = request.start_positions, request.length
+        if prompt is not None and prompt.inputs == 1:
+            own, source = prompt.cached, prompt.sizes.source
+        elif request.has_other_inputs or request.tokens is None:
+            own, source = own + self._before, max(source, self._source)
+        most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
+        return (own + request.rows * most) * self._own + source * self._cross + request.rows * self._states
+
+    def fitting(self, batch: Iterable[Request], oldest: Request, others: Collection[Slot]) -> list[Request]:
+        """Returns the requests of a batch that fit beside others, oldest first; at least that one if it is alone."""
+        stored, chosen = self.stored(others), list[Request]()
+        for slot in others:  # what requests that cannot be preempted may yet store
+            if not slot.owner.may_begin_again:
+                stored += max(self.needed(slot.owner, slot.new_tokens) - self._stored(slot), 0)
+        for request in sorted(batch, key=lambda each: each is not oldest):
+            # A request that cannot be preempted gets all of its room at once.
+            most = RESERVED if request.may_begin_again else request.new_tokens
+            stored += self.needed(request, RESERVED if most is None else most)
+            if not self.has_room(stored) and (chosen or others):
+                break
+            chosen.append(request)
+            if self.most_bytes is not None and not self._is_known:
+                break
+        return chosen
+
+    def to_begin_again(self, running: Sequence[Slot]) -> Slot | None:
+        """Returns the latest preemptible request if the next step would exceed the budget; otherwise None."""
+        if self.has_room(self.stored(running) + self.of_a_step(running)) or len(running) == 1:
+            return None
+        return next((slot for slot in reversed(running) if slot.owner.may_begin_again), None)
+
+    def _stored(self, slot: Slot) -> int:
+        return slot.positions * self._own + slot.source * self._cross + slot.owner.rows * self._states
+
+
+# Longest n-gram to match in the preceding tokens, unless the request says otherwise.
+_NGRAM = 3
+
+
+class Drafts:
+    """The drafts of an engine.
+
+    Args:
+        lookup: tokens to look up at once for a request that does not say how many.
+
+    Attributes:
+        seconds: the measured times of the model's steps.
+    """
+
+    def __init__(self, lookup: int) -> None:
+        self._lookup, self._chances, self.seconds = lookup, Chances(), StepSeconds()
+
+    def of_batch(
+        self, batch: Sequence[Request], decoding: EnteringDecoding, kind: Kind
+    ) -> tuple[Kind, list[SlotDrafts | None]]:
+        """Returns the kind of step for these requests, which verifies drafts if any has some, and the drafts."""
+        if not kind.may_draft(decoding.model):
+            return kind, [None] * len(batch)
+        found = [self._of(request, decoding) for request in batch]
+        return kind.drafting() if any(found) else kind, found
+
+    def _of(self, request: Request, decoding: EnteringDecoding) -> SlotDrafts | None:
+        most = self._lookup if request.lookup is None else request.lookup
+        if not most:
+            return None
+        source, vocabulary = list[int](), decoding.prompt.logits.shape[-1]
+        if decoding.model.config.is_encoder_decoder:  # an encoder may read tokens that the decoder cannot write
+            source = [token if token < vocabulary else BOUNDARY for token in request.token_list]
+        max_ngram = request.config.max_matching_ngram_size or _NGRAM
+        return SlotDrafts(most, max_ngram, source, decoding.prompt.eos, self._chances)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.engine import planning
-from fastgen.engine.kv_budget import KVBudget
 from fastgen.engine.options import make
+from fastgen.engine.planning import KVBudget
 from fastgen.engine.requests import Request
 from tests.engine.conftest import PROMPTS
 from tests.partitions import partitions

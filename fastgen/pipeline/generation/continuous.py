@@ -60,7 +60,7 @@ class ContinuousStage(ModelStage):
             refused: receives the records that the engine refuses.
         """
         from fastgen.engine.continuous import ContinuousBatches
-        from fastgen.engine.foreground import turns
+        from fastgen.engine.waiting import turns
 
         generation = self.loaded.generation
         slots = at_once * max(generation.num_beams or 1, generation.num_return_sequences or 1)
