@@ -17,11 +17,11 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained, one_line
-from fastgen.pipeline.records import Problem, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 
 CHUNK = 1 << 20
@@ -46,6 +46,23 @@ _ENCODINGS = {
     "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff|[^\0]\0\0\0|\0\0\0[^\0]"),
     "UTF-16": re.compile(rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]"),
 }
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a record is skipped: a kind, which is a short word for programs, and a message for people."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it is stored: its fields, or the problem in reading it. `line` counts from 1."""
+
+    line: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    problem: Problem | None = None
 
 
 class FileSource:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.pipeline.quantizing import evaluation, saving
+from fastgen.pipeline.quantizing import run, texts
 from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import report
 from tests.pipeline import tiny
@@ -17,7 +17,7 @@ from tests.quantization import tiny as families
 @pytest.fixture(autouse=True)
 def short_reports(monkeypatch):
     """Speed is measured on few tokens, and no picture is drawn: that is most of the time of a run of a tiny model."""
-    monkeypatch.setattr(evaluation, "_SPEED", {**evaluation._SPEED, "max_new_tokens": 3, "min_new_tokens": 3})
+    monkeypatch.setattr(texts, "_SPEED", {**texts._SPEED, "max_new_tokens": 3, "min_new_tokens": 3})
     monkeypatch.setattr(report, "png", lambda values: b"")
 
 
@@ -59,7 +59,7 @@ def kept(monkeypatch):
 
     def save(loaded, *args):
         models.append({name: tensor.clone() for name, tensor in loaded.model.state_dict().items()})
-        return saving.save(loaded, *args)
+        return run.save(loaded, *args)
 
     monkeypatch.setattr(running, "save", save)
     return models
