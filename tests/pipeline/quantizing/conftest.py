@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fastgen.pipeline.quantizing import run, texts
-from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import report
 from tests.pipeline import tiny
 from tests.pipeline.quantizing.runs import saved
@@ -55,11 +54,11 @@ def pairs(tmp_path) -> Path:
 @pytest.fixture
 def kept(monkeypatch):
     """The models that runs have quantised, with the weights that theirs stand for."""
-    models = []
+    models, own = [], run.save
 
     def save(loaded, *args):
         models.append({name: tensor.clone() for name, tensor in loaded.model.state_dict().items()})
-        return run.save(loaded, *args)
+        return own(loaded, *args)
 
-    monkeypatch.setattr(running, "save", save)
+    monkeypatch.setattr(run, "save", save)
     return models
