@@ -1,4 +1,4 @@
-"""Calls of `model.generate`: one for several requests (`call`), and those of a model with its own (`OwnCalls`).
+"""Calls of `model.generate`: one for several requests (`call`), and those of a model with its own (`OwnGenerate`).
 
 A `generate` of the model's own, such as Whisper's, prepares inputs, calls the library's `generate` once or for each
 window of a recording, and builds its result from what that returns. So that these inner calls run in slots, it runs in
@@ -285,51 +285,3 @@ class OwnGenerate:
     def _end_if_abandoned(self) -> None:
         if self._is_abandoned:
             raise _Abandoned
-
-
-class OwnCalls:
-    """The unfinished calls of a model's own `generate`. They can continue only inside this object's context.
-
-    Args:
-        model: the model whose `generate` runs.
-        inside: the model whose steps the engine runs.
-        most_rows: limit of rows of an inner request.
-    """
-
-    def __init__(self, model: Any, inside: Any, most_rows: int) -> None:
-        self._model, self._inside, self._most_rows = model, inside, most_rows
-        self._calls: list[OwnGenerate] = []
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    @property
-    def some_may_go_on(self) -> bool:
-        """Whether some call is not waiting for an inner request."""
-        return any(each.may_go_on for each in self._calls)
-
-    def run_in(self, thread: threading.Thread) -> bool:
-        """Whether one of the calls runs in this thread."""
-        return any(each.thread is thread for each in list(self._calls))
-
-    def begin(self, request: Request, changes: int) -> None:
-        """Adds a request; it begins with the next `go_on`."""
-        self._calls.append(OwnGenerate(self._model, self._inside, request, self._most_rows, changes))
-
-    def go_on(self) -> Iterator[tuple[OwnGenerate, Request | None]]:
-        """Runs each call that may continue to its next inner request. Yields the call and that request, or None if the
-        call is over.
-        """
-        for each in [each for each in self._calls if each.may_go_on]:
-            inner = each.go_on()
-            if inner is None:
-                self._calls.remove(each)
-            yield each, inner
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        """Abandons all calls that are left."""
-        while self._calls:
-            self._calls.pop().abandon()

@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.generation.utils import GenerationMixin
 
-from fastgen import releases
+from fastgen import patching, releases, settings
 from fastgen.decoding import library_code, torch_functions
+from fastgen.decoding.captured import graph
 from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.optimizer.transformers import buckets, row_adapters, states
 from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS
@@ -190,6 +191,14 @@ def pads(model: Any) -> bool:
     if model.config.is_encoder_decoder:
         return way_of(model.get_encoder()) is not None
     return buckets.ignores_padding(model)
+
+
+def has_slots(model: Any) -> bool:
+    """Whether requests of this model run in slots under the present settings."""
+    is_on = patching.is_active() and settings.current().captured_step != "never"
+    device = model_that_decodes(model).device
+    is_served = is_on and device.type == "cpu" and graph.unavailable(device) is None
+    return is_served and alone_for_model(model) is None
 
 
 def what_shares_a_call(model: Any) -> str:

@@ -4,14 +4,14 @@ how many fit into the memory (`KVBudget`), and what is drafted for them (`Drafts
 Requests of a group are sorted by length and cut into the batches of the least total cost, using costs of whole calls
 (Algorithm 2 of Fang et al., "TurboTransformers", PPoPP 2021). The batch with the oldest request runs; the others are
 planned again, together with new requests. Requests that enter slots wait until enough slots are free. Costs decide
-which requests share a batch, never their results.
+which requests share a batch, never their results. They are not measured: which requests run next may depend on the
+requests only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from functools import cache
 from itertools import accumulate
 
 from fastgen import caches
@@ -31,8 +31,7 @@ STEP = 16
 CALL = 256
 # Planning considers at most this many batches of waiting requests, because it takes time itself.
 WINDOW = 16
-# Fixed seconds of a prefill and of a decode step, and bytes of weights that a decode step reads in a second. They are
-# not measured: which requests run next may depend on the requests only.
+# Fixed seconds of a prefill and of a decode step, and bytes of weights that a decode step reads in a second.
 _PREFILL_SECONDS, _STEP_SECONDS, _BYTES_PER_SECOND = 0.025, 0.001, 1.5e10
 # New tokens of a request that `Arrivals` assumes.
 _NEW_TOKENS = 64
@@ -43,36 +42,9 @@ _FEW = 0.25
 _LONGEST_WAIT, _PREFILLS_TO_WAIT = 8, 4
 # A prefill group in which this many requests were declined, and none has entered, is not tried again. A single one may
 # be declined for a reason of its own, such as its length.
-_MOST_DECLINED = 3
+_MOST_DECLINED, _HAS_ENTERED = 3, -1
 # Weight of the latest call in the moving average of calls like it.
 _LATEST = 0.25
-
-
-class Costs:
-    """The cost of a call, by its longest input, its rows, and its limit of new tokens.
-
-    Keeps a table of measured seconds; for a call unlike all measured ones, uses a cost model, scaled to seconds.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[int, ...], float] = {}
-        self._of_model: float | None = None  # average seconds per unit of the cost model
-
-    def of(self, length: int, rows: int, new_tokens: int) -> float:
-        """Returns the cost of such a call: in seconds once a call has been measured."""
-        measured = self._seconds.get(_like(length, rows, new_tokens))
-        return _modelled(length, rows, new_tokens) * (self._of_model or 1.0) if measured is None else measured
-
-    def note(self, length: int, rows: int, new_tokens: int, seconds: float) -> None:
-        """Records that such a call took this long."""
-        shape = _like(length, rows, new_tokens)
-        self._seconds[shape] = mean(self._seconds.get(shape), seconds)
-        self._of_model = mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
-
-    def note_call(self, batch: Sequence[Request], seconds: float) -> None:
-        """Records that a call for these requests took this long."""
-        rows, most = sum(each.rows for each in batch), max(each.new_tokens or 0 for each in batch)
-        self.note(max(each.length for each in batch), rows, most, seconds)
 
 
 class Arrivals:
@@ -116,41 +88,34 @@ class Entered:
     """Whether requests enter slots, judged by earlier requests of their prefill group."""
 
     def __init__(self) -> None:
-        self._may: dict[Hashable, bool] = {}
-        self._declined: dict[Hashable, int] = {}
+        self._declined: dict[Hashable, int] = {}  # how many in a row: before any has entered
 
     def may(self, prefill_group: Hashable) -> bool:
         """Whether a request may enter, as far as is known."""
-        return self._may.get(prefill_group, True)
+        return self._declined.get(prefill_group, 0) < _MOST_DECLINED
 
     def has(self, prefill_group: Hashable) -> bool:
         """Whether a request of the group has entered."""
-        return self._may.get(prefill_group, False)
+        return self._declined.get(prefill_group) == _HAS_ENTERED
 
     def note(self, prefill_group: Hashable, may_enter: bool) -> None:
         """Records that a request has entered, or that others of the group cannot."""
-        if prefill_group is not None:
-            caches.limit(self._may)
-            self._may[prefill_group] = may_enter
+        self._put(prefill_group, _HAS_ENTERED if may_enter else _MOST_DECLINED)
 
     def note_declined(self, prefill_group: Hashable) -> None:
         """Records that the call of a request that was to enter ran to its end."""
-        if prefill_group is None:
-            return
-        caches.limit(self._declined)
-        self._declined[prefill_group] = self._declined.get(prefill_group, 0) + 1
-        if self._declined[prefill_group] >= _MOST_DECLINED and prefill_group not in self._may:
-            self.note(prefill_group, False)
+        if not self.has(prefill_group):
+            self._put(prefill_group, self._declined.get(prefill_group, 0) + 1)
+
+    def _put(self, prefill_group: Hashable, declined: int) -> None:
+        if prefill_group is not None:
+            caches.limit(self._declined)
+            self._declined[prefill_group] = declined
 
 
-def _modelled(length: int, rows: int, new_tokens: int) -> float:
+def call_cost(length: int, rows: int, new_tokens: int) -> float:
+    """Returns the cost of a call in positions, by its longest input, its rows, and its limit of new tokens."""
     return CALL + rows * length + new_tokens * (STEP + rows)
-
-
-def _like(*numbers: int) -> tuple[int, ...]:
-    """Rounds numbers up to three significant bits, so that those that differ by less than about a fifth are equal."""
-    steps = [1 << max(number.bit_length() - 3, 0) for number in numbers]
-    return tuple(-(-number // step) * step for number, step in zip(numbers, steps, strict=True))
 
 
 def mean(before: float | None, now: float) -> float:
@@ -185,7 +150,7 @@ def oldest_batch(
     return next(batch for batch in batches(lengths, most, cost) if 0 in batch)
 
 
-def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list[Request]:
+def next_batch(waiting: Sequence[Request], most_rows: int) -> list[Request]:
     """Returns the requests to run now, from those that may share a batch with the first one, which is among them.
 
     Args:
@@ -195,9 +160,10 @@ def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list
     rows, new_tokens = waiting[0].rows, waiting[0].new_tokens or 0
     most = most_rows // rows
     window = waiting[: WINDOW * most]
-    cost = cache(lambda length, inputs: costs.of(length, inputs * rows, new_tokens))
     lengths = [request.length for request in window]
-    chosen = oldest_batch(lengths, lambda length: most, lambda length, inputs, _: cost(length, inputs))
+    chosen = oldest_batch(
+        lengths, lambda _: most, lambda length, inputs, _: call_cost(length, inputs * rows, new_tokens)
+    )
     return [window[index] for index in chosen]
 
 
