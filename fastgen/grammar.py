@@ -26,6 +26,10 @@ _ON_ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": "
 _tries: weakref.WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
 
 
+class FormError(ValueError):
+    """A form cannot be followed, from its beginning on or in the middle of a result, where it exceeds a limit."""
+
+
 class Grammar:
     """The form of a result. One object serves any number of calls, and threads.
 
@@ -176,7 +180,7 @@ class _Form:
     def __init__(self, matcher: Any) -> None:
         bits = np.frombuffer(b"" if matcher.is_error() else matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
-            raise ValueError(_malformed(matcher.get_error()))
+            raise FormError(_malformed(matcher.get_error()))
         self._matcher = matcher
         self._blocked = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)  # [tokens]
 

@@ -38,9 +38,10 @@ OTHER_MODELS = frozenset(
     """
     BertLMHeadModel BioGptForCausalLM CTRLLMHeadModel CodeGenForCausalLM CohereForCausalLM DeepseekV3ForCausalLM
     FSMTForConditionalGeneration FalconForCausalLM GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM
-    Gemma3ForCausalLM GraniteForCausalLM LongT5ForConditionalGeneration MvpForConditionalGeneration Olmo2ForCausalLM
-    PLBartForConditionalGeneration PegasusXForConditionalGeneration Phi3ForCausalLM Qwen2MoeForCausalLM
-    StableLmForCausalLM Starcoder2ForCausalLM SwitchTransformersForConditionalGeneration XGLMForCausalLM
+    Gemma3ForCausalLM GraniteForCausalLM LongT5ForConditionalGeneration MptForCausalLM MvpForConditionalGeneration
+    Olmo2ForCausalLM PLBartForConditionalGeneration PegasusXForConditionalGeneration Phi3ForCausalLM
+    Qwen2MoeForCausalLM StableLmForCausalLM Starcoder2ForCausalLM SwitchTransformersForConditionalGeneration
+    XGLMForCausalLM
     """.split()
 )
 
@@ -166,6 +167,13 @@ QUERY_OFFSET = "get_query_offset"
 def records_past(layer: Any) -> bool:
     """Whether a layer of the KV cache records states to go back to: possible since 5.17."""
     return bool(getattr(layer, "record_past", False))
+
+
+def record_past_of(result: Any) -> None:
+    """Lets the KV cache that a call returns record states to go back to, as the library does behind drafts."""
+    record = getattr(cache_in(result), "activate_past_recording", None) if isinstance(result, Mapping) else None
+    if record is not None:
+        record()
 
 
 @functools.cache

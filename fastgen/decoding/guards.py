@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastgen import interrupts, settings
+from fastgen import interrupts, patching, settings
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import Replacement
@@ -226,8 +226,10 @@ class Guards:
         self._types = list(map(type, everything))
         self._classes = _classes_of(self._types)
         self._code = _code_of(self._classes)
-        inside = [(name, value, model.config) for each in everything[1:] for name, value in vars(each).items()]
-        self._is_comparable = all(_is_harmless(*attribute) for attribute in inside)
+        inside = [(each, name, value) for each in everything[1:] for name, value in vars(each).items()]
+        self._is_comparable = all(
+            _is_own_forward(each, value) or _is_harmless(name, value, model.config) for each, name, value in inside
+        )
         if not self._is_comparable:
             return
         self._others = everything[1:]
@@ -315,6 +317,13 @@ def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
     if name in _HELD:
         return dict(value)
     return value if value is config else _copy(value)
+
+
+def _is_own_forward(module: nn.Module, value: Any) -> bool:
+    """Whether a value is a module's forward pass, as of its class or as of before a patch: it only refers to that."""
+    of_class = type(module).forward
+    known = (of_class, patching.original_of(of_class))
+    return type(value) is MethodType and value.__self__ is module and value.__func__ in known
 
 
 def _is_harmless(name: str, value: Any, config: Any) -> bool:

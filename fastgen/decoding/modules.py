@@ -39,6 +39,20 @@ def runs_own_forward(module: nn.Module) -> bool:
     return type(own) is MethodType and own.__self__ is module and own.__func__ is of_class
 
 
+def drop_former_forward(module: nn.Module, former: object) -> None:
+    """Drops an attribute that holds a module's forward pass as it was before its class got another one, this `former`
+    function: accelerate, removing its hooks, has left it there.
+    """
+    if has_former_forward(module, former):
+        del vars(module)["forward"]
+
+
+def has_former_forward(module: nn.Module, former: object) -> bool:
+    """Whether `drop_former_forward` drops something."""
+    own = vars(module).get("forward")
+    return type(own) is MethodType and own.__self__ is module and own.__func__ is former
+
+
 def is_plain(
     module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", *, dimensions: int = 2
 ) -> bool:

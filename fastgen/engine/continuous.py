@@ -322,7 +322,7 @@ class ContinuousBatches:
         if step is None:
             repeats = self.prefills.max_stall is None and is_repeatable()
             step = Slots(self._inside, kind, self.most_rows // batch[0].rows, self._drafts.seconds, repeats)
-        self._budget.note(decoding.prompt, batch[0])
+        self._budget.note(decoding.prompt, max(batch, key=lambda each: each.prompt_positions))
         is_whole, entered = self._inside.config.is_encoder_decoder or len(batch) == 1, list[Slot]()
         for request, of_slot in zip(batch, drafts, strict=True):
             own, length = request.options.get("logits_processor") or (), None if is_whole else request.length
@@ -330,7 +330,7 @@ class ContinuousBatches:
             if len(batch) > 1 and request.options.get("streamer") is not None:  # the call itself has none
                 slot.streamer, slot.streams_prompt = request.options["streamer"], True
             slot.drafts = of_slot
-            needed = self._budget.needed(request, slot.new_tokens, decoding.prompt)
+            slot.most_bytes = needed = self._budget.needed(request, slot.new_tokens, decoding.prompt)
             if not self._budget.has_room(needed):
                 slot.error = ExceedsBudget(f"the request may need {needed} bytes of cache: cache_gib is less")
             entered.append(slot)

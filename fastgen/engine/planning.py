@@ -190,16 +190,22 @@ class KVBudget:
         self.most_bytes, self.peak, self._has_encoder = most_bytes, 0, has_encoder
         self._is_known = False
         self._own = self._cross = self._states = 0  # bytes of a position, and of a row
-        self._source = self._before = 0  # positions of the longest source so far, and of pictures before the tokens
+        self._before = 0  # the most positions of pictures before the tokens so far
+        self._source = self._beside = 0  # the most positions of a source without tokens, and of one besides its tokens
 
     def note(self, prompt: Prompt, request: Request) -> None:
         """Records the bytes of a position in self- and cross-attention, the bytes of a row's states, and the positions
-        of a source, and of pictures before the tokens.
+        of images and audio. `request`: the longest of those that have been prefilled together.
         """
         if request.has_other_inputs and not self._has_encoder:
             self._before = max(self._before, prompt.cached - request.prompt_positions)
+        source = prompt.sizes.source
+        if request.tokens is None:
+            self._source = max(self._source, source)
+        elif request.has_other_inputs:
+            self._beside = max(self._beside, source - request.length)
         self._own, self._cross = prompt.bytes_per_position
-        self._states, self._source = prompt.bytes_of_states, max(self._source, prompt.sizes.source)
+        self._states = prompt.bytes_of_states
         self._is_known = True
 
     def has_room(self, stored: int) -> bool:
@@ -233,8 +239,10 @@ class KVBudget:
             own, source = request.start_positions, request.length
         if prompt is not None and prompt.inputs == 1:
             own, source = prompt.cached, prompt.sizes.source
-        elif request.has_other_inputs or request.tokens is None:
-            own, source = own + self._before, max(source, self._source)
+        elif request.tokens is None:
+            own, source = own + self._before, self._source
+        elif request.has_other_inputs:
+            own, source = own + self._before, source + self._beside
         most = new_tokens if request.new_tokens is None else min(new_tokens, request.new_tokens)
         return (own + request.rows * most) * self._own + source * self._cross + request.rows * self._states
 
@@ -243,7 +251,7 @@ class KVBudget:
         stored, chosen = self.stored(others), list[Request]()
         for slot in others:  # what requests that cannot be preempted may yet store
             if not slot.owner.may_begin_again:
-                stored += max(self.needed(slot.owner, slot.new_tokens) - self._stored(slot), 0)
+                stored += max(slot.most_bytes - self._stored(slot), 0)
         for request in sorted(batch, key=lambda each: each is not oldest):
             # A request that cannot be preempted gets all of its room at once.
             most = RESERVED if request.may_begin_again else request.new_tokens

@@ -30,7 +30,8 @@ COUNT_CSV_UP_TO = 64 << 20
 # Limit for the characters of a text, and the bytes of a line. It would take minutes to find that a longer text is too
 # long for any model, and a file without line ends, or with an unclosed quote, would be read into memory.
 LONGEST_TEXT = 1 << 26
-# A JSON lines file has no header. Its columns are those of its first rows, up to this many.
+# A JSON lines file has no header. Its columns are those of its first rows, up to this many, or of its first readable
+# one.
 PEEK_ROWS = 100
 ROWS_AT_ONCE = 1024
 # First bytes of files that are not text, and what to do with them. Arrow's streams begin with a marker.
@@ -150,6 +151,11 @@ class JsonLinesSource(FileSource):
         super().__init__(name)
         self._stream = self._parsed()
         self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
+        if all(row.problem for row in self._peeked):  # they are reported with the others, as rows without a text
+            for row in self._stream:
+                self._peeked.append(row)
+                if not row.problem:
+                    break
         self.has_rows = bool(self._peeked)
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 

@@ -245,6 +245,7 @@ class DataRun(Run):
             rows, tokens = self.automatic_batch() if settings.batch_size == "auto" else fixed
             decided = {"batch_size": rows, "max_tokens": tokens}
         if journal:
+            self._check_strict(journal.errors)  # of a run that was not strict
             if journal.differences:
                 self._notes.append(_RESUMED_ELSEWHERE.format("; ".join(journal.differences)))
                 print(self._notes[0], file=sys.stderr)

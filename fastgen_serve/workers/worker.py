@@ -15,6 +15,7 @@ import psutil
 import fastgen
 from fastgen import memory
 from fastgen.engine.planning import ExceedsBudget
+from fastgen.grammar import FormError
 from fastgen.pipeline.errors import one_line
 from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, TooLong, Unavailable
 from fastgen_serve.settings import ServeSettings
@@ -170,6 +171,8 @@ def as_serve_error(error: BaseException) -> ServeError:
         return Unavailable("the server stops")
     if isinstance(error, ExceedsBudget):
         return TooLong("the request may need more K and V than --cache-gib: ask for fewer tokens", param="max_tokens")
+    if isinstance(error, FormError):  # in the middle of a result
+        return BadRequest(one_line(error), param="form")
     if memory.is_out(error):
         return Failed("there is not enough memory for the request: ask for fewer tokens or beams")
     return Failed(f"the model has failed: {type(error).__name__}: {one_line(error)}")

@@ -322,6 +322,17 @@ def _knowing(model: Model) -> Callable[[], Model]:
     return lambda: model
 
 
+def test_a_method_that_a_module_holds_is_compared() -> None:
+    """Accelerate leaves such a forward pass behind. One of another module may refer to the model."""
+    model = Model()
+    gate = next(each for each in model.children() if isinstance(each, Gate))
+    gate.forward = gate.forward  # type: ignore[method-assign]
+    guards = Guards(model)
+    assert guards.hold(model)
+    gate.forward = model.forward  # type: ignore[method-assign]
+    assert not guards.hold(model) and not Guards(model).hold(model)
+
+
 @pytest.mark.parametrize("way", ["a method", "a function that has it", "a list", "a hook", "none"])
 def test_the_model_is_not_held(way: str) -> None:
     """Not even where one of its modules knows it: then it is never taken for unchanged."""

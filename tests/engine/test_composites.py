@@ -36,8 +36,9 @@ COUNTS = (12, 8, 15, 5, 9, 11)
 COUNTED = ("input_ids", "attention_mask", "flattened_patches")
 SEEN = {"pixel_values", "input_values", "input_features"}
 # Steps of Switch Transformers are not captured, and Pegasus-X counts positions in place, which rows have in common.
+# Kosmos-2 counts padding among the positions of its steps.
 # The `generate` of Granite Speech switches its adapters.
-APART = {"switch", "pegasus-x", "GraniteSpeech"}
+APART = {"switch", "pegasus-x", "GraniteSpeech", "kosmos 2", "kosmos 2, an image"}
 ENCODER_DECODERS = {each.name: each for each in OTHERS if each.encoder_decoder}
 
 

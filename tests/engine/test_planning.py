@@ -15,6 +15,7 @@ from fastgen.engine import planning
 from fastgen.engine.options import make
 from fastgen.engine.planning import KVBudget
 from fastgen.engine.requests import Request
+from fastgen.optimizer.transformers.captured.slot import Slot
 from tests.engine.conftest import PROMPTS
 from tests.partitions import partitions
 
@@ -101,12 +102,47 @@ def test_nobody_waits_for_long(weight_bytes: int) -> None:
     assert arrivals.has_come(1, 1000, runs=True)
 
 
+def _prompt(cached: int, source: int = 0) -> Any:
+    sizes = SimpleNamespace(source=source)
+    return SimpleNamespace(inputs=1, cached=cached, sizes=sizes, bytes_per_position=(64, 64), bytes_of_states=0)
+
+
+def _request(length: int, has_other_inputs: bool, new_tokens: int = 8) -> Request:
+    tokens = torch.ones(length, dtype=torch.int64)
+    return Request({}, {}, tokens=tokens, has_other_inputs=has_other_inputs, new_tokens=new_tokens)
+
+
+def test_a_source_besides_tokens_is_estimated_by_what_is_besides() -> None:
+    """Not by the longest source so far, which may have had many more tokens."""
+    budget = KVBudget(None, has_encoder=True)
+    budget.note(_prompt(1, source=1000), _request(1000, has_other_inputs=False))
+    budget.note(_prompt(1, source=107), _request(100, has_other_inputs=True))
+    for length in (5, 2000):
+        request = _request(length, has_other_inputs=True)
+        assert budget.needed(request, 8) == budget.needed(request, 8, _prompt(1, source=length + 7))
+
+
+def test_a_prefilled_request_needs_what_its_prefill_has_shown() -> None:
+    """A request whose picture is smaller than those before it leaves its room to others."""
+    budget, others = KVBudget(None, has_encoder=False), _request(10, has_other_inputs=False)
+    budget.note(_prompt(1000), _request(10, has_other_inputs=True))
+    drawn = _request(10, has_other_inputs=True)
+    drawn.config = SimpleNamespace(do_sample=True)
+    assert not drawn.may_begin_again
+    slot = Slot(drawn, 8, 0, lambda search, rows: None)
+    slot.positions = 20
+    slot.most_bytes = budget.needed(drawn, 8, _prompt(20))
+    budget.most_bytes = slot.most_bytes + budget.needed(others, 8)
+    assert budget.fitting([others], others, [slot]) == [others]
+    budget.most_bytes -= 1
+    assert budget.fitting([others], others, [slot]) == []
+
+
 def test_the_oldest_has_room_first(llama: Any) -> None:
     """It must not wait for room that others, which came later, take."""
     requests = [make(llama, PROMPTS[0], None, {"max_new_tokens": 8}, None, 8) for _ in range(3)]
     budget = KVBudget(None, has_encoder=False)
-    prompt: Any = SimpleNamespace(bytes_per_position=(64, 0), bytes_of_states=0, sizes=SimpleNamespace(source=0))
-    budget.note(prompt, requests[0])
+    budget.note(_prompt(cached=len(PROMPTS[0])), requests[0])
     budget.most_bytes = 2 * budget.needed(requests[0], 8)
     assert budget.fitting(requests, requests[2], []) == [requests[2], requests[0]]
     budget.most_bytes = 1

@@ -174,6 +174,18 @@ def idefics() -> Any:
     return transformers.IdeficsForVisionText2Text(config)
 
 
+def _kosmos2() -> Any:
+    text = {"embed_dim": 32, "ffn_dim": 64, "layers": 2, "attention_heads": 4, "max_position_embeddings": 128}
+    config = transformers.Kosmos2Config(
+        text_config={**_TOKENS, **text}, latent_query_num=4,
+        vision_config={**_TEXT, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8},
+    )  # fmt: skip
+    model = transformers.Kosmos2ForConditionalGeneration(config)
+    special = {key: value for key, value in _TOKENS.items() if key != "vocab_size"}
+    model.text_model.generation_config.update(max_new_tokens=8, **special)
+    return model
+
+
 @functools.cache
 def build(make: Any) -> Any:
     torch.manual_seed(0)
@@ -220,6 +232,16 @@ def _with_patches() -> dict[str, torch.Tensor]:
     mask = torch.ones(2, 10)
     mask[1, 7:] = patches[1, 7:] = 0
     return {"flattened_patches": patches, "attention_mask": mask}
+
+
+def _with_places() -> dict[str, torch.Tensor]:
+    """Prompts with padding in front of the second one, and an image that replaces four of their tokens."""
+    inputs = tokens(2, 12)
+    inputs["input_ids"][1, :3] = PAD
+    inputs["attention_mask"][1, :3] = 0
+    places = torch.zeros_like(inputs["input_ids"])
+    places[:, 4:8] = 1
+    return {**inputs, "pixel_values": _images(2, 16), "image_embeds_position_mask": places}
 
 
 def _with_queries(instruct: bool = False) -> dict[str, torch.Tensor]:
@@ -270,6 +292,8 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]]
     "blip 2 with t5": (lambda: _blip2("Blip2", _t5()), _with_queries),
     "instructblip with opt": (lambda: _blip2("InstructBlip", _opt()), lambda: _with_queries(instruct=True)),
     "instructblip with t5": (lambda: _blip2("InstructBlip", _t5()), lambda: _with_queries(instruct=True)),
+    "kosmos 2": (_kosmos2, lambda: tokens(2, 12)),
+    "kosmos 2, an image": (_kosmos2, _with_places),
     "florence2": (_florence2, lambda: tokens(3, LONG, 7)),
     "florence2, an image": (_florence2, _with_an_image),
 }

@@ -155,6 +155,13 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
             "vocab_size": 10,
         },
     },
+    "Aria": lambda: {
+        "text_config": {
+            **_TEXT, "model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1
+        },
+        "vision_config": {**_VISION, "model_type": "idefics3_vision"}, "image_token_index": PLACEHOLDER,
+        "projector_patch_to_query_dict": {4: 4},
+    },
     # These two count positions from the cache, whatever they are given.
     "Exaone4_5_": lambda: {
         "text_config": {

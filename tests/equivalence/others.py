@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from tests.equivalence.models import BART, FAMILIES, GPT2, HIDDEN, LLAMA, PAD, Family, Weights
+from tests.equivalence.models import BART, FAMILIES, GPT2, HIDDEN, LLAMA, PAD, VOCABULARY, Family, Weights
 
 _SEQ2SEQ = {name: value for name, value in BART.items() if name != "forced_eos_token_id"}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
@@ -41,7 +41,7 @@ OTHERS = [
              "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 512}),
     _decoder("falcon", "Falcon", {**HIDDEN, "multi_query": True}),
     _decoder("falcon-alibi", "Falcon", {**HIDDEN, "alibi": True, "multi_query": False}),
-    _decoder("mpt", "Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
+    _decoder("mpt", "Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512, "use_cache": True}),
     _decoder("xglm", "XGLM", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
     _decoder("biogpt", "BioGpt", HIDDEN),
     Family("ctrl", "CTRLLMHeadModel", _W, {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
@@ -68,6 +68,7 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
     "partial_rotary_factor": 1 / 3, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_DECODES = {"is_decoder": True}
 _LATER = [
     _decoder("deepseek-v2", "DeepseekV2", {**_MLA, "v_head_dim": 6, "first_k_dense_replace": 1}),
     _decoder("glm4-moe-lite", "Glm4MoeLite", {**_DEEPSEEK, "v_head_dim": 12, "mlp_layer_types": ["dense", "sparse"]}),
@@ -75,9 +76,13 @@ _LATER = [
     _decoder("longcat-flash", "LongcatFlash", {**_MLA, "num_layers": 1, "ffn_hidden_size": 64, "expert_ffn_size": 16,
              "zero_expert_num": 2, "moe_topk": 2, "head_dim": 4}),
     _decoder("youtu", "Youtu", {**_MLA, "q_lora_rank": None}),
+    _decoder("fuyu", "Fuyu", {**HIDDEN, "text_config": {**HIDDEN, "vocab_size": VOCABULARY}, "patch_size": 4}),
+    *(_decoder(prefix.lower(), prefix, {**HIDDEN, **_DECODES}) for prefix in (
+        "Data2VecText", "Ernie", "MegatronBert", "RobertaPreLayerNorm", "XLMRobertaXL")),
+    _decoder("aria", "AriaText", {**LLAMA, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
     _decoder("mistral4", "Mistral4", {**_DEEPSEEK, "rope_parameters": _YARN}),
 ]  # fmt: skip
-# Not in every tested release: models with multi-head latent attention.
+# Not in every tested release, or not of interest in each: models with multi-head latent attention, relatives of BERT.
 LATER = [family for family in _LATER if hasattr(transformers, family.model_class)]
 KNOWN = {family.name: family for family in (*FAMILIES, *OTHERS, *LATER)}
 

@@ -69,6 +69,21 @@ def test_the_model_gets_no_padding_of_shorter_prompts(
     assert seen == [*GROUPS, (6, 1)]
 
 
+def test_an_encoder_whose_hooks_were_removed_before_fastgen_was_enabled(passes: list[tuple[int, int]]) -> None:
+    """Accelerate has left the library's own forward pass behind as an attribute."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = copy.deepcopy(BY_NAME["bart"].build())
+    fastgen.disable()
+    for part in model.modules():
+        hooks.add_hook_to_module(part, hooks.ModelHook())
+        hooks.remove_hook_from_module(part)
+    fastgen.enable()
+    encoder = model.get_encoder()
+    assert vars(encoder)["forward"].__func__ is not type(encoder).forward
+    check(model, padded(LENGTHS), BEAM)
+    assert passes == GROUPS and accelerated() == 1, fallbacks()
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_window_shorter_than_some_prompts(attention: str, passes: list[tuple[int, int]]) -> None:
     check(BY_NAME["mistral-short-window"].build(attention), padded([7, LONG, 20, 41, LONG], "left"), BEAM)

@@ -112,12 +112,20 @@ def test_a_list_of_no_end_tokens(device: torch.device) -> None:
     assert captures() == 0
 
 
-def test_a_model_that_counts_the_keys(device: torch.device) -> None:
-    """GPT-Neo finds its local window by the number of keys, also in a call that ends before anything is captured."""
-    model, inputs = build(KNOWN["gpt-neo"], device)
+def test_a_model_without_a_static_cache(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may compute positions from the number of keys, also in a call that ends before anything is captured."""
+    model, inputs = build(KNOWN["llama"], device)
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
     options = {**GREEDY, "min_new_tokens": 2, "eos_token_id": list(range(EOS, 160)), "pad_token_id": 0}
     check(model, inputs, lambda: {**options, "logits_processor": LogitsProcessorList([Counting()])})
     assert reasons() == {"a model that the library does not run with a static cache": 1}
+
+
+@pytest.mark.parametrize("name", ["gpt-neo", "mpt"])
+def test_a_call_that_may_have_more_positions_than_the_model(name: str, device: torch.device) -> None:
+    """The model would raise an error there."""
+    check(*build(KNOWN[name], device), {**GREEDY, "max_new_tokens": 512, "eos_token_id": list(range(EOS, 80))})
+    assert reasons() == {"more positions than the model has": 1}
 
 
 def test_never(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -9,17 +10,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.models.bart import modeling_bart
 from transformers.utils import import_utils
 
 import fastgen
+from fastgen.decoding.captured import recording
+from fastgen.decoding.captured.recording import is_capturing
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from tests import interrupted
+from tests.equivalence.captured import BEAMS, GREEDY, captures, reasons, record_programs
+from tests.equivalence.check import run
 from tests.equivalence.encoder_models import build
 from tests.equivalence.models import BY_NAME
 
@@ -191,3 +197,34 @@ def test_signals_at_random_moments_beside_another_thread(signals: int, kind: typ
     assert not thread.is_alive() and beside > 0 and not wrong
     assert caught + len(in_destructors) + swallowed_by_library >= raised
     assert inside > signals / 10
+
+
+@pytest.mark.parametrize(("place", "every"), [(modeling_bart, 40), (recording, 800)], ids=["the-model", "the-recorder"])
+def test_a_call_of_a_signal_handler_during_a_recording(
+    place: ModuleType, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no part of the recording, and has no captured step. The recording goes on behind it."""
+    record_programs(torch.device("cpu"), monkeypatch)
+    outer, inner = ((BY_NAME[name].build(), BY_NAME[name].make_inputs()) for name in ("bart", "llama"))
+    wanted = [run(*outer, BEAMS), run(*inner, GREEDY)]
+    graph_cache.drop_all()
+    fastgen.reset_stats()
+    found, lines = list[torch.Tensor](), itertools.count(1)
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != place.__file__ or not is_capturing():
+            return trace if event == "call" else None
+        if event == "line" and next(lines) % every == 0:
+            found.append(run(*inner, GREEDY))  # where Python would call a handler
+            assert is_capturing()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        result = run(*outer, BEAMS)
+    finally:
+        sys.settrace(None)
+    assert torch.equal(result, wanted[0]) and captures() == 1
+    assert found and all(torch.equal(each, wanted[1]) for each in found)
+    assert reasons() == {"a call inside a captured step of another one, on the CPU": len(found)}
+    assert not is_capturing() and torch.equal(run(*outer, BEAMS), wanted[0])

@@ -15,7 +15,7 @@ import torch
 from transformers.models import fsmt
 
 import fastgen
-from fastgen import settings
+from fastgen import releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.row_lengths import RowLengths
 from fastgen.decoding.kv.view import CannotBeCaptured
@@ -206,6 +206,26 @@ def test_returned_cache(any_lengths: None) -> None:
         same(*made("llama", batch), {"return_dict_in_generate": True})
     assert counts()["accelerated"] == 2
     assert not_used() == {"a returned cache of sequences that end one by one": 1}
+
+
+@pytest.mark.parametrize("length", [SHORT, LONG], ids=["within-the-window", "beyond"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_a_returned_cache_can_be_cropped(name: str, length: int) -> None:
+    """Layers with a sliding window record what they would drop, as the library leaves them behind its drafts."""
+    model, inputs = made(name, 1, length)
+
+    def call() -> Any:
+        result = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=3, return_dict_in_generate=True)
+        cache = releases.cache_in(result)
+        recording = [*map(releases.records_past, cache.layers)]
+        more = result.sequences[:, -6:]
+        with torch.no_grad():
+            model(input_ids=more, **releases.with_cache(cache))
+        cache.crop(-2)
+        layers = [(layer.get_seq_length(), layer.keys, layer.values) for layer in cache.layers]
+        return result.sequences, recording, layers
+
+    near_ties.check(call)
 
 
 # ---- what is kept between calls

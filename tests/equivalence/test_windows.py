@@ -9,6 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from fastgen import counters, releases
+from fastgen.decoding.layer_forms import FloatLinear
+from fastgen.ops.linear import choose, experts
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests import near_ties
@@ -122,6 +124,40 @@ def test_without_a_captured_step_the_librarys_layers_go_on(
         assert not captures() and not accelerated() and fallbacks() == {BEYOND: calls}
         assert list(reasons()) == [counters.NOT_YET]
         assert 1 not in updates, "a step was made on FastGen's store"
+
+
+@pytest.mark.parametrize("is_recorded_later", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("name", ["mistral-short-window", "gpt-oss"])
+def test_without_a_captured_step_layers_are_fast(
+    name: str, is_recorded_later: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill and the steps run on FastGen's linear layers and experts, whoever has made the prefill."""
+    need_programs(device, monkeypatch)
+    _record_never(monkeypatch)
+    model, inputs = FAMILIES[name].build(), FAMILIES[name].make_inputs(2, LONG)
+    new = 20 if is_recorded_later else 3
+    products = noted(monkeypatch, FloatLinear, "_product")
+    of_experts = noted(monkeypatch, experts, "expert_linear")
+    check(model, inputs, {**NEW, "max_new_tokens": new})
+    assert fallbacks() == {BEYOND: 1}
+    linear = sum(type(module) is torch.nn.Linear for module in model.modules())
+    assert len(products) == linear * new
+    has_experts = choose.gemv_rows(torch.float32, choose.Layout.ROWS, 1) is not None and name == "gpt-oss"
+    assert len(of_experts) == (2 * model.config.num_hidden_layers * new if has_experts else 0)
+
+
+def test_a_failure_of_a_fast_layer_beyond_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's code repeats the call, with its own layers."""
+    _record_never(monkeypatch)
+    family = FAMILIES["mistral-short-window"]
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(FloatLinear, "__call__", fails)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        check(family.build(), family.make_inputs(2, LONG), {**NEW, "max_new_tokens": 3})
+    assert fallbacks().pop(BEYOND) == 1 and "planted" in " ".join(fallbacks())
 
 
 def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

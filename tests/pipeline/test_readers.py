@@ -13,6 +13,7 @@ import pytest
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.readers import PEEK_ROWS
 from tests.pipeline.reading import TEXTS, bad_kinds, inputs, read, write, write_parquet
 
 
@@ -52,6 +53,18 @@ def test_bad_lines_of_json(tmp_path):
     messages = {each.line: each.problem.message for each in found if each.problem}
     assert messages[2] == "column 'text' has a value of type int, not a string"
     assert messages[6] == "column 'text' has no value (null)"
+
+
+@pytest.mark.parametrize("wanted", [{}, {"input_column": "text"}])
+@pytest.mark.parametrize("name", ["in.jsonl", "-"])
+def test_many_bad_lines_before_the_first_good_one(tmp_path, monkeypatch, name, wanted):
+    """They are reported one by one, however many there are."""
+    lines = b"{text}\n" * (PEEK_ROWS + 7) + b'{"text": "one"}\nbad\n{"text": "two"}\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    (tmp_path / "in.jsonl").write_bytes(lines)
+    found = read(name if name == "-" else tmp_path / name, input_format="jsonl", **wanted)
+    assert len(bad_kinds(found)) == PEEK_ROWS + 8 and len(found) == PEEK_ROWS + 10
+    assert [record.text for record in found if not record.problem] == ["one", "two"]
 
 
 def test_a_parquet_file_with_a_column_twice(tmp_path):

@@ -161,6 +161,19 @@ def test_strict_keeps_what_is_in_front_of_the_bad_record(bart, inputs, tmp_path,
     assert (report.resumed_samples, report.samples, report.skipped) == (8, 19, 1)
 
 
+def test_strict_behind_a_run_that_was_not(bart, inputs, tmp_path, monkeypatch):
+    """Its bad records count as well, and what it has done is kept."""
+    monkeypatch.setattr("fastgen.pipeline.batches.WINDOW_BATCHES", 2)
+    lines = inputs.read_text().splitlines()
+    inputs.write_text("\n".join([*lines[:2], "", *lines[3:20]]) + "\n")
+    with pytest.raises(KeyboardInterrupt), interrupted_after(2):
+        run(bart, inputs, tmp_path / "out.txt")
+    for _ in range(2):
+        with pytest.raises(StrictError, match=r"in.txt, line 3: the text is empty"):
+            run(bart, inputs, tmp_path / "out.txt", strict=True, resume=True)
+    assert run(bart, inputs, tmp_path / "out.txt", resume=True).resumed_samples > 3
+
+
 def test_metrics_are_those_of_the_libraries(bart, inputs, tmp_path):
     from sacrebleu import corpus_bleu, corpus_chrf
     from sacremoses import MosesDetokenizer

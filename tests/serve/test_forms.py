@@ -12,6 +12,8 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 import fastgen
+from fastgen.grammar import FormError
+from fastgen_serve.workers.worker import as_serve_error
 from tests.serve import checkpoints
 from tests.serve.checkpoints import PROMPT, SOURCE, USER, complete
 
@@ -51,6 +53,39 @@ def test_json_of_a_schema(client: OpenAI, form: dict[str, Any]) -> None:
         for choice in answer.choices:
             check(choice.text)
             assert choice.finish_reason == "stop"
+
+
+def test_a_form_that_fails_in_the_middle(paths: dict[str, str]) -> None:
+    """Its request raises, in slots and in a call; the server tells such an error from the model's."""
+    model, tokenizer = checkpoints.loaded(paths["gpt2"])
+    form = fastgen.Grammar(tokenizer, model.generation_config.eos_token_id, regex="[a-z ]{40}")
+
+    class Limited:
+        def __init__(self, matcher: Any, left: int) -> None:
+            self._matcher, self._left = matcher, left
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._matcher, name)
+
+        def deep_copy(self) -> Limited:
+            return Limited(self._matcher.deep_copy(), self._left - 1)
+
+        def is_error(self) -> bool:
+            return self._left == 0
+
+        def get_error(self) -> str:
+            return "too many states"
+
+    form._begin._matcher = Limited(form._begin._matcher, 3)
+    prompt = torch.tensor([[5, 6, 7]])
+    options = {"num_beams": 1, "num_return_sequences": 1, "do_sample": False, "max_new_tokens": 20}
+    said = "cannot be followed: too many states"
+    with pytest.raises(FormError, match=said):
+        model.generate(prompt, logits_processor=[form.processor()], **options)
+    with fastgen.Engine(model, slots=2) as engine, pytest.raises(FormError, match=said) as raised:
+        engine.generate([{"input_ids": prompt}], logits_processor=[form.processor()], **options)
+    error = as_serve_error(raised.value)
+    assert (error.status, error.param) == (400, "form") and said in error.message
 
 
 def test_the_result_is_that_of_generate(client: OpenAI, paths: dict[str, str]) -> None:

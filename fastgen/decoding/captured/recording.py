@@ -7,6 +7,7 @@ same function can be captured on both. Only calls through torch's dispatcher are
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -120,6 +121,29 @@ def _captures() -> Iterator[None]:
                 threading.get_ident() == own or (cuda.is_available() and answer())
             )
             yield
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Outside this thread's recording, if it records: for a call of a signal handler, which comes in the middle."""
+    own = threading.get_ident()
+    if own not in _recording:
+        yield
+        return
+    answer, replaced, modes = _recording[own], torch.cuda.is_current_stream_capturing, (_DISPATCH[0](), _FUNCTION[0]())
+
+    def go_on() -> None:
+        _put_back(modes)
+        torch.cuda.is_current_stream_capturing = replaced
+        _recording[own] = answer
+
+    with interrupts.undoing(go_on):
+        _end_recording()
+        dispatch, function = (
+            list(itertools.takewhile(lambda mode: not isinstance(mode, _OWN), each)) for each in modes
+        )
+        _put_back((dispatch, function))
+        yield
 
 
 class _HostAccess(TorchFunctionMode):
@@ -281,6 +305,9 @@ class _Recorder(TorchDispatchMode):
     def _remember(self, generator: torch.Generator) -> None:
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
+
+
+_OWN = (_HostAccess, _Recorder)
 
 
 class _Facts(NamedTuple):

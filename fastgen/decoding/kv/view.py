@@ -141,6 +141,11 @@ class KVView(torch.Tensor):
         made._parts, made._full = parts, None
         return made
 
+    @property
+    def is_of_step(self) -> bool:
+        """Whether it belongs to a captured step."""
+        return self._parts.backend is not None
+
     def cut(self, at: int) -> tuple[KVView, KVView]:
         """Splits the last dimension into the first `at` columns and the rest."""
         first, rest = (replace(self._parts, columns=each) for each in (slice(at), slice(at, None)))

@@ -23,6 +23,7 @@ def patches() -> list[Patch]:
         *_processors(),
         *_prophetnet(),
         *_bark(),
+        *_key_positions(),
         *_latents(),
         *_experts(),
         *_encoders(),
@@ -106,8 +107,29 @@ def _bark() -> list[Patch]:
     return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "bark:attend", attends)]
 
 
+def _key_positions() -> list[Patch]:
+    step, cache = "captured.key_positions", releases.TAKES_CACHE
+    attends = takes("self query key value attention_mask", uses="bias")
+    forward = has(f"hidden_states position_bias {cache} attention_mask")
+    return [
+        _hook("models.gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention._attn", f"{step}:attend_gpt_neo", attends),
+        _hook("models.mpt.modeling_mpt", "MptAttention.forward", f"{step}:attend_mpt", forward),
+    ]
+
+
 def _experts() -> list[Patch]:
-    return [_hook("integrations.moe", "_grouped_mm", "experts:grouped_mm", has("input weight offs"))]
+    chooses = takes(
+        "self hidden_states top_k_index top_k_weights", uses="gate_up_proj down_proj act_fn num_routed_experts"
+    )
+    return [
+        _hook("integrations.moe", "_grouped_mm", "experts:grouped_mm", has("input weight offs")),
+        _hook(
+            "models.longcat_flash.modeling_longcat_flash",
+            "LongcatFlashExperts.forward",
+            "experts:longcat_flash",
+            chooses,
+        ),
+    ]
 
 
 def _latents() -> list[Patch]:

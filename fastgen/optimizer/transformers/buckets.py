@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen import patching, releases
 from fastgen.decoding import length_buckets
-from fastgen.decoding.modules import runs_own_forward
+from fastgen.decoding.modules import drop_former_forward, has_former_forward, runs_own_forward
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
@@ -110,9 +110,11 @@ def _begins_with_tokens(mask: Tensor) -> Tensor:
 def _reads_rows_alone(call: Call, ids: Tensor, mask: Any, config: Any) -> bool:
     """Whether the encoder is known to read each row independently, without padding, and returns nothing else."""
     encoder = call.model.get_encoder()
-    is_hooked = way_of(encoder) is not None and patching.original_of(type(encoder).forward) is not None
+    original = patching.original_of(type(encoder).forward)
+    is_hooked = way_of(encoder) is not None and original is not None
     is_hooked = is_hooked and getattr(encoder, "_compiled_call_impl", None) is None  # a compiled one skips its layers
-    return is_hooked and runs_own_forward(encoder) and _has_known_padding(encoder, ids, mask, config)
+    is_hooked = is_hooked and (runs_own_forward(encoder) or has_former_forward(encoder, original))
+    return is_hooked and _has_known_padding(encoder, ids, mask, config)
 
 
 def _encode_buckets(
@@ -131,6 +133,7 @@ def _encode_buckets(
         unpadded = UnpaddedForward(encoder, RIGHT_PADDED, mask.bool(), 0.0, buckets=buckets)
     if not buckets:
         return dict(wrapped(ids, given, model_input_name, config))
+    drop_former_forward(encoder, patching.original_of(type(encoder).forward))
     call.has_intervened = True  # until buckets are merged: the library's own encoder call could have returned this
     with patching.held(UnpaddedForward.current, unpadded):
         result = dict(wrapped(ids, given, model_input_name, config))

@@ -150,10 +150,13 @@ class Call:
         return self.cache_is_the_users or (self._returns_cache and not self.cache_is_dropped)
 
     def decline(self, reason: str) -> None:
-        """Makes this call continue with the original code."""
+        """Makes this call continue with the original code. Beyond a sliding window, layers keep their faster forms."""
         self.accelerated, self.declined = False, True
         self.takes_best = False
-        self._packed.close()
+        if reason is BEYOND_WINDOW:
+            self.has_intervened = True
+        else:
+            self._packed.close()
         fall_back(self.model, reason)
 
     def hand_back(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 from fastgen import counters, interrupts, settings
 from fastgen.decoding import layer_forms
@@ -25,6 +27,24 @@ def grouped_mm(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
         interrupts.pass_on(error)
         counters.count_fallback("experts", f"{type(error).__name__}: {error}")
     return wrapped(*args, **kwargs)
+
+
+def longcat_flash(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `LongcatFlashExperts.forward(hidden_states, top_k_index, top_k_weights)`, which asks the host which experts
+    have tokens. In a captured step, tokens are sorted by expert. The last experts return their input.
+    """
+    if not is_capturing() or kwargs or len(args) != 3 or module.gate_up_proj is None:
+        return wrapped(*args, **kwargs)
+    x, chosen, weights = args
+    count = module.num_routed_experts
+    numbers, order = chosen.flatten().sort()
+    ends = torch.searchsorted(numbers, torch.arange(count, device=x.device), right=True, out_int32=True)
+    rows = x[order // chosen.shape[1]]
+    gate, up = moe._grouped_mm(rows, module.gate_up_proj[:count].transpose(1, 2), ends).chunk(2, dim=-1)
+    found = moe._grouped_mm(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), ends)
+    found = torch.where(numbers.unsqueeze(1) < count, found, rows) * weights.flatten()[order].unsqueeze(1)
+    in_order = torch.empty_like(found).index_copy_(0, order, found)
+    return in_order.unflatten(0, chosen.shape).sum(dim=1).to(x.dtype)
 
 
 def _is_served(x: Any, weight: Any, ends: Any) -> bool:

@@ -23,6 +23,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from fastgen import caches, counters, interrupts, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
+from fastgen.decoding.captured import recording
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
@@ -43,6 +44,7 @@ _CODE = "(code)"
 
 
 @interrupts.guarded
+@recording.outside()
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wraps `GenerationMixin.generate`."""
     original = wrapped
@@ -267,7 +269,10 @@ def _attempted(
             _report(model, failed)
         return result
     with host_memory.kept(model.device):
-        return _accelerated(wrapped, attempt)
+        result = _accelerated(wrapped, attempt)
+    if attempt.call.draft is not None:
+        releases.record_past_of(result)
+    return result
 
 
 def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:

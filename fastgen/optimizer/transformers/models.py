@@ -21,7 +21,7 @@ from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.guards import IdentityGuard
 from fastgen.decoding.modules import modules_of, runs_own_forward
 from fastgen.optimizer.transformers import codebooks, states
-from fastgen.optimizer.transformers.capturable import CAPTURABLE
+from fastgen.optimizer.transformers.capturable import CAPTURABLE, KOSMOS2, WITH_HOOKS, class_of
 from fastgen.releases import Usual
 
 # Rotary embeddings of these types have frequencies that depend on the longest row of the batch.
@@ -66,13 +66,14 @@ STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 # token, the positions of a verify would differ from those of single steps.
 _COUNTING = frozenset(
     """
-    BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM ElectraForCausalLM RobertaForCausalLM
-    SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
-    Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM XLMRobertaForCausalLM
+    BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
+    Kosmos2TextForCausalLM MegatronBertForCausalLM RobertaForCausalLM
+    RobertaPreLayerNormForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText
+    SeamlessM4Tv2ForTextToText Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM
+    XLMRobertaForCausalLM XLMRobertaXLForCausalLM
     """.split()
 )
-# With the hooks of captured/prophetnet.py.
-_PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration"
+_FALCON = "transformers.models.falcon.modeling_falcon.FalconForCausalLM"
 _GIT = "transformers.models.git.modeling_git.GitForCausalLM"
 _PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
 # The decoder attends to the whole source, whatever mask `generate` is given: Whisper's mask counts the frames of a
@@ -88,6 +89,7 @@ _SOURCE_WITHOUT_MASK = frozenset(
 # and MusicGen turns its audio prompt into tokens first.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
+    KOSMOS2: ("image_embeds", "image_embeds_position_mask"),
     "transformers.models.udop.modeling_udop.UdopForConditionalGeneration": ("bbox", "visual_bbox"),
     "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
         "feature_attention_mask",
@@ -103,12 +105,12 @@ _UNREAD = {
 
 def masks_source(model: Any) -> bool:
     """Whether `attention_mask` determines which source positions the decoder attends to."""
-    return _class_of(model) not in _SOURCE_WITHOUT_MASK
+    return class_of(model) not in _SOURCE_WITHOUT_MASK
 
 
 def reads_states(model: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether a model without an encoder gets an encoder's states as an input, [rows, positions, width]."""
-    return _class_of(model) == _READS_STATES and isinstance(model_kwargs.get(STATES), Tensor)
+    return class_of(model) == _READS_STATES and isinstance(model_kwargs.get(STATES), Tensor)
 
 
 def mask_of_source(model: Any, mask: Tensor, encoded: Any) -> Tensor | None:
@@ -152,22 +154,15 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
     `Seq2SeqTrainer` passes the labels of a batch, too. The library's preparation of inputs drops them, also if a
     model's own preparation calls it.
     """
-    unread: tuple[str, ...] = _UNREAD.get(_class_of(model), ())
+    unread: tuple[str, ...] = _UNREAD.get(class_of(model), ())
     name = "prepare_inputs_for_generation"
     method = inspect.getattr_static(type(model), name)
     is_librarys = method is vars(GenerationMixin)[name] or "super" in inspect.unwrap(method).__code__.co_names
     return (*unread, "labels") if is_librarys else unread
 
 
-def _class_of(model: Any) -> str:
-    """Returns the name of a model's class; for a subclass that runs a library class's code, the name of the latter."""
-    own: type = type(model)
-    kind = next(filter(library_code.is_own, own.__mro__), own)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _short_name_of(model: Any) -> str:
-    return _class_of(model).rpartition(".")[2]
+    return class_of(model).rpartition(".")[2]
 
 
 def unsupported(model: Any) -> str | None:
@@ -239,7 +234,7 @@ def takes_more_than_text(model: Any) -> bool:
 
 def pictures_in_front(model: Any) -> int:
     """Returns how many picture positions the cache has before the tokens, for which GIT itself widens the mask."""
-    if _class_of(model) != _GIT:
+    if class_of(model) != _GIT:
         return 0
     count: int = model.git.encoder.layer[0].attention.self.image_patch_tokens
     return count
@@ -321,7 +316,7 @@ def has_independent_rows(part: Any) -> bool:
     input.
     """
     is_as_it_was = runs_own_forward(part) and library_code.is_own(type(part).forward)
-    is_known = _class_of(part).startswith("transformers.models.") and _short_name_of(part) in _INDEPENDENT
+    is_known = class_of(part).startswith("transformers.models.") and _short_name_of(part) in _INDEPENDENT
     return is_as_it_was and is_known
 
 
@@ -366,8 +361,8 @@ def has_captured_steps(model: Any) -> bool:
     return all(
         _runs_with_static_cache(part)
         or hasattr(type(part), "step_positions")
-        or _class_of(part) in CAPTURABLE
-        or (_class_of(part) == _PROPHETNET and patching.stands_for("ProphetNetNgramSelfAttention.forward"))
+        or class_of(part) in CAPTURABLE
+        or patching.stands_for(WITH_HOOKS.get(class_of(part), ""))
         for part in parts_that_decode(model)
     )
 
@@ -411,12 +406,20 @@ def hands_on_more(model: Any) -> bool:
     """Whether a model may pass more to the next step than the KV cache, with unknown rows."""
     name = "_update_model_kwargs_for_generation"
     is_own = inspect.getattr_static(type(model), name, None) is not vars(GenerationMixin).get(name)
-    return is_own and _class_of(model) != _PALIGEMMA  # it only passes token types
+    return is_own and class_of(model) != _PALIGEMMA  # it only passes token types
+
+
+def reads_mask_of_tokens(model: Any) -> bool:
+    """Whether the model's steps need a mask with one row a sequence, of all positions of the cache.
+
+    Falcon computes its bias from it, and Kosmos-2 takes no other. BLOOM makes that mask itself.
+    """
+    return class_of(model) == KOSMOS2 or (class_of(model) == _FALCON and bool(model.config.alibi))
 
 
 def type_of_generated(model: Any) -> int | None:
     """Returns the `token_type_ids` value of generated tokens; None to repeat that of the prompt's last token."""
-    return 1 if _class_of(model) == _PALIGEMMA else None
+    return 1 if class_of(model) == _PALIGEMMA else None
 
 
 def positions_of_step(model: Any) -> int:

@@ -6,6 +6,7 @@ acceleration is checked before anything is changed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -83,7 +84,9 @@ def _prefill(
         (declined,) = found.args  # unchanged, because it may be a `Usual` one
     if declined is not None:
         call.decline(declined)
-        return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
+        dtype = call.model.dtype
+        with half_precision.upcast_products(dtype) if declined is BEYOND_WINDOW else contextlib.nullcontext():
+            return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)

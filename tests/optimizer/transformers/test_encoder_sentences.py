@@ -61,6 +61,16 @@ def test_code_of_others_may_read_padding(changed: dict[str, str]) -> None:
     assert not sentences._pools(_model(**changed))
 
 
+@pytest.mark.parametrize("name", ["encode", "of_the_users", "forward", "_encode_batch"])
+def test_a_class_of_the_users(name: str) -> None:
+    """It may override `encode`, and have other methods, but nothing that the library's `encode` calls."""
+    model = _model()
+    kind = type(model)
+    kind.forward = kind._encode_batch = kind.encode = lambda self: None
+    model.__class__ = type("Mine", (kind,), {name: lambda self: None, "__init__": lambda self: None})
+    assert sentences._pools(model) == (name in ("encode", "of_the_users"))
+
+
 @pytest.fixture
 def library() -> Iterator[Any]:
     """The package, whose calls are accelerated or raise."""
@@ -157,6 +167,17 @@ def test_the_order_is_that_of_the_texts(library: Any, tmp_path: Any) -> None:
 def test_a_saved_model(library: Any, tmp_path: Any) -> None:
     _vectors(library, _folder(tmp_path / "parts", "Bert"), "max").save(str(tmp_path / "whole"))
     _assert_close(*_both(library.SentenceTransformer(str(tmp_path / "whole"), device="cpu"), texts(LENGTHS)))
+    assert _counted() == (BATCHES, [])
+
+
+def test_a_subclass_with_an_encode_of_its_own(library: Any, tmp_path: Any) -> None:
+    class Mine(library.SentenceTransformer):
+        def encode(self, given: Any, **options: Any) -> Any:
+            return 2 * super().encode(given, **options)
+
+    model = _vectors(library, _folder(tmp_path, "Bert"))
+    mine = Mine(modules=list(model.children()), device="cpu")
+    _assert_close(*_both(mine, texts(LENGTHS)))
     assert _counted() == (BATCHES, [])
 
 

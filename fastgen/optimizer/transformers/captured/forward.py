@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import releases
@@ -19,7 +20,12 @@ from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.models import STATES, counts_on_the_host, pictures_in_front
+from fastgen.optimizer.transformers.models import (
+    STATES,
+    counts_on_the_host,
+    pictures_in_front,
+    reads_mask_of_tokens,
+)
 from fastgen.optimizer.transformers.states import StepStates
 
 
@@ -45,6 +51,8 @@ class Forward:
         inputs = model.prepare_inputs_for_generation(
             tokens, next_sequence_length=width, **releases.with_cache(cache), **given, **self._constants(width)
         )
+        if reads_mask_of_tokens(model) and "attention_mask" in given:
+            inputs["attention_mask"] = _of_all_positions(given["attention_mask"], cache)
         mask = inputs.get("attention_mask")
         if pictures_in_front(model) and (mask is None or mask.dim() == 2):
             raise CannotBeCaptured("a mask that the model widens")
@@ -127,6 +135,11 @@ class Forward:
         if kind_of_output is None:
             return {STATES: states}
         return {"encoder_outputs": kind_of_output(last_hidden_state=states)}
+
+
+def _of_all_positions(mask: Tensor, cache: Any) -> Tensor:
+    """Returns a mask of the sequences, [rows, any], with zeros for further positions of the cache."""
+    return F.pad(mask, (0, cache.get_mask_sizes(1, 0)[0] - mask.shape[1]))
 
 
 def _inputs_of_model(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ from fastgen.optimizer.transformers import states as states_of_layers
 from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.capturable import WITHOUT_POSITIONS, class_of
+from fastgen.optimizer.transformers.captured.key_positions import most_positions, windows
 from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
 from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
@@ -29,6 +31,7 @@ from fastgen.optimizer.transformers.models import (
     masks_source,
     notes_positions,
     pictures_in_front,
+    reads_mask_of_tokens,
     type_of_generated,
 )
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
@@ -235,6 +238,8 @@ def prefilled(
         for name, value in model_kwargs.items()
         if isinstance(value, Tensor) and name not in releases.read_in_prefill()
     }
+    for name in POSITIONS if class_of(model) in WITHOUT_POSITIONS else ():
+        given.pop(name, None)
     masks = _masks_of_steps(model, given) if own else {}  # without attention, only the prefill reads masks
     own_name = "decoder_attention_mask" if config.is_encoder_decoder else "attention_mask"
     own_mask, cross_kv, cross_span = masks.get(own_name), [], None
@@ -262,8 +267,8 @@ def prefilled(
         raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
     starts, ends = span = _span(own_mask, inputs, cached, tokens.device)
     # These models raise an error when they have no position left, which a captured step cannot.
-    follows, table = getattr(config, "target_follows_source", False), getattr(model, "position_embeds_layer", None)
-    exceeds_table = table is not None and cached + limit - length - 1 > table.num_embeddings  # Bark's
+    follows, most = getattr(config, "target_follows_source", False), most_positions(model)
+    exceeds_table = most is not None and cached + limit - length - 1 > most
     if exceeds_table or (follows and int((ends - starts).max()) + limit - length > config.max_position_embeddings):
         raise CannotBeCaptured("more positions than the model has")
     if books != PLAIN:
@@ -284,7 +289,7 @@ def prefilled(
         states=[layer.prompt_states() for layer in with_states],
         forms=forms_of(call.store.cache) if with_states else (),
     )
-    return prompt, [layer.window for layer in own]
+    return prompt, windows(model, [layer.window for layer in own])
 
 
 def _without_last_unused(layers: list[SharedLayer]) -> list[SharedLayer]:
@@ -344,14 +349,15 @@ def _next_inputs(
     # The library leaves out a mask of ones. With a mask, prompts of all lengths can be preceded by padding. Some models
     # with an encoder make a mask themselves, whose size is a value on the device.
     has_positions, is_encoder_decoder = not found.keys().isdisjoint(POSITIONS), model.config.is_encoder_decoder
-    if (has_positions or is_encoder_decoder) and own_mask in parameters and own_mask not in given:
+    reads_mask = has_positions or is_encoder_decoder or reads_mask_of_tokens(model)
+    if reads_mask and own_mask in parameters and own_mask not in given:
         found[own_mask] = tokens.new_ones(len(tokens), read)
     if is_encoder_decoder and "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
         # Otherwise the model might count them from that mask, whose length is the capacity of the buffer.
         if bool((lengths < tokens.shape[1]).any()):
             raise CannotBeCaptured("a padded decoder prompt")
         found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
-    if not has_positions and notes_positions(model):
+    if not has_positions and notes_positions(model) and class_of(model) not in WITHOUT_POSITIONS:
         raise CannotBeCaptured("positions that the model counts from what its prefill has noted")
     return found
 

@@ -35,6 +35,7 @@ class Slot:
         certain_tokens: tokens that it generates whatever the model predicts.
         entered: number of steps that had been made when it entered.
         positions, source: stored positions of self-attention, over all its rows, and of cross-attention.
+        most_bytes: the most bytes of K, V and states that it may store.
         has_streamed: its streamer has got the prompt from the slot.
         is_over: it has ended.
         drafts: proposes tokens for free rows to verify; None for none.
@@ -58,6 +59,7 @@ class Slot:
     entered: int = field(default=0, init=False)
     positions: int = field(default=0, init=False)
     source: int = field(default=0, init=False)
+    most_bytes: int = field(default=0, init=False)
     has_streamed: bool = field(default=False, init=False)
     is_over: bool = field(default=False, init=False)
     drafts: SlotDrafts | None = field(default=None, init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -13,6 +14,8 @@ from fastgen.optimizer.transformers.encoders import call
 _OF_VECTORS = ("Dense", "Dropout", "LayerNorm", "Normalize")
 _OF_LIBRARY = "sentence_transformers."
 _VECTOR = "sentence_embedding"
+# What a user's class may override: names of every class, and methods that only call what is looked at.
+_OF_USERS = frozenset(vars(type("", (ABC,), {}))) | {"__init__", "encode", "encode_query", "encode_document"}
 
 # Only modules that mask padding read the model's states.
 _states_are_masked: ContextVar[bool] = ContextVar("fastgen_masked_states", default=False)
@@ -48,13 +51,25 @@ def _pools(model: Any) -> bool:
     modules = list(model.children())
     kinds = [type(module).__name__ for module in modules]
     return (
-        all(type(module).__module__.startswith(_OF_LIBRARY) for module in (model, *modules))
+        all(type(module).__module__.startswith(_OF_LIBRARY) for module in modules)
+        and _runs_library_code(type(model))
         and kinds[:2] == ["Transformer", "Pooling"]
         and not _reads_padding(modules[0], modules[1])
         and set(kinds[2:]) <= set(_OF_VECTORS)
         and all(getattr(each, "module_input_name", _VECTOR) == _VECTOR for each in modules[2:])
         and not any(module._forward_hooks or module._forward_pre_hooks for module in (model, *modules))
     )
+
+
+def _runs_library_code(kind: type) -> bool:
+    """Whether a model's class is the library's, or differs from it in nothing that `encode` calls: a user's `encode`
+    calls that of the library, and names that the library does not know are never read.
+    """
+    for number, base in enumerate(kind.__mro__):
+        if base.__module__.startswith(_OF_LIBRARY):
+            users = {name for each in kind.__mro__[:number] for name in vars(each)}
+            return all(name in _OF_USERS or not hasattr(base, name) for name in users)
+    return False
 
 
 def _reads_padding(transformer: Any, pooling: Any) -> bool:
