@@ -15,7 +15,7 @@ from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import depends_on_padding, load
 from fastgen.pipeline.generation.model import ModelStage, token_count
 from fastgen.pipeline.generation.run import Decoder, Encoder
-from fastgen.pipeline.records import Record
+from fastgen.pipeline.inputs import Record
 from tests.pipeline import tiny
 
 

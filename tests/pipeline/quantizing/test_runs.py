@@ -79,7 +79,7 @@ def test_what_a_run_may_be_resumed_with(llama, text, tmp_path):
 
 
 def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path):
-    from fastgen.pipeline.quantizing.work import Work
+    from fastgen.pipeline.quantizing.settings import Work
 
     with ended_at(Work, "_drop", Stop):
         run(llama, tmp_path / "out", text)

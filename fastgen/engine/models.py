@@ -1,4 +1,5 @@
-"""A model around another, as the engine sees it: which model generates, and when requests can run in slots.
+"""The model as the engine sees it: which part of it generates, which requests may share a call or run in slots, and
+whether it has changed since.
 
 peft's `generate` forwards the call to the model inside, whose layers hold the adapters. For adapters that add tokens,
 or that depend on rows or positions, it does more; each request of such a model keeps its own call of peft's `generate`.
@@ -7,18 +8,29 @@ or that depend on rows or positions, it does more; each request of such a model 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.generation.utils import GenerationMixin
 
-from fastgen.decoding import library_code
-from fastgen.decoding.library_code import modules_of
-from fastgen.optimizer.transformers import row_adapters
-from fastgen.optimizer.transformers.captured.entering_decoding import MOST_ADAPTERS
-from fastgen.optimizer.transformers.models import ADAPTERS
+from fastgen import patching, releases, settings
+from fastgen.decoding import library_code, torch_functions
+from fastgen.decoding.captured import graph
+from fastgen.decoding.modules import modules_of, runs_own_forward
+from fastgen.optimizer.transformers import buckets, row_adapters, states
+from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS
+from fastgen.optimizer.transformers.encoders.stacks import way_of
+from fastgen.optimizer.transformers.models import (
+    ADAPTERS,
+    has_independent_rows,
+    modules_unsupported,
+    parts_that_decode,
+    rows_depend_on_each_other,
+    text_config,
+)
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
 
 # peft's option that names the adapter of each row.
@@ -167,3 +179,113 @@ class Served:
     def clear(self) -> None:
         """Forgets all adapters, because the model has changed."""
         self._names.clear()
+
+
+# Attributes by which peft's layers, and Transformers' own interface to peft, select the adapters of a forward pass.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+def pads(model: Any) -> bool:
+    """Whether requests of different lengths may share a batch: padding is known not to change their results."""
+    model = model_that_decodes(model)
+    if model.config.is_encoder_decoder:
+        return way_of(model.get_encoder()) is not None
+    return buckets.ignores_padding(model)
+
+
+def has_slots(model: Any) -> bool:
+    """Whether requests of this model run in slots under the present settings."""
+    is_on = patching.is_active() and settings.current().captured_step != "never"
+    device = model_that_decodes(model).device
+    is_served = is_on and device.type == "cpu" and graph.unavailable(device) is None
+    return is_served and alone_for_model(model) is None
+
+
+def what_shares_a_call(model: Any) -> str:
+    """Says, in a sentence, which requests of a model share a static batch."""
+    reason = alone_for_model(model) or why_by_itself(model_inside(model))
+    if reason is not None:
+        return f"each request has a call of its own: {reason}"
+    return f"requests {'' if pads(model) else 'of one length '}that agree in their options share a call"
+
+
+def alone_for_model(model: Any) -> str | None:
+    """Returns why requests of this model must not share a batch now; None if they may. A whitelist decides."""
+    reason = alone_for_adapters(model)
+    if reason is not None:
+        return reason
+    inside, model = model_inside(model), model_that_decodes(model)
+    kind = type(model)
+    is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
+    known = (buckets.is_decoder, states.are_known, has_independent_rows)
+    is_known |= all(any(knows(part) for knows in known) for part in parts_that_decode(model))
+    if not is_known:
+        return f"{kind.__name__} is not known to treat the rows of a batch alike"
+    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or torch_functions.unusual() is not None:
+        return "other code in the place of the library's"
+    reason = modules_unsupported(inside)
+    if reason is None and rows_depend_on_each_other(model):
+        reason = "what the model says of an input depends on the others of the batch"
+    return reason
+
+
+def state_of(model: Any) -> list[tuple[Any, ...]]:
+    """Returns a list that stays equal while the model keeps its weights, modules, mode and adapters within a call."""
+    found: list[tuple[Any, ...]] = []
+    for module in modules_of(model):
+        own = vars(module)
+        found.append((id(module), module.training, *(repr(own[name]) for name in _OF_ADAPTERS if name in own)))
+        for weight in module._parameters.values():
+            # A forward pass replaces weights that are fetched for it, and position tables that it rebuilds for longer
+            # inputs.
+            if weight is None or weight.is_meta or (isinstance(module, nn.Embedding) and not weight.requires_grad):
+                continue
+            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+            found.append((id(weight), place, weight.requires_grad, 0 if weight.is_inference() else weight._version))
+    return found
+
+
+class ModelState:
+    """The state of a model when `has_changed` was last called.
+
+    Attributes:
+        latest: the state.
+        changes: how often the state has changed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.changes = model, 0
+        self.latest: list[tuple[Any, ...]] | None = None
+
+    def has_changed(self) -> bool:
+        """Whether the state differs from that of the previous call."""
+        before, self.latest = self.latest, state_of(self._model)
+        self.changes += self.latest != before
+        return self.latest != before
+
+
+def why_by_itself(model: Any) -> str | None:
+    """Returns why a request of a model that overrides the library's `generate`, as Whisper does, has a call of its own;
+    None for other models.
+    """
+    kind = type(model)
+    return None if is_the_librarys(kind, "generate") else f"{kind.__name__} has a generate of its own"
+
+
+# Names in configurations for the number of positions of a decoder, and of an encoder: the first that exists counts.
+_POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_position_embeddings")
+
+
+_SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
+
+
+def positions_of(config: Any, of_source: bool = False) -> int | None:
+    """Returns how many positions a model's decoder has, or, with `of_source`, its encoder; None for no limit."""
+    if not of_source:
+        config = text_config(config)
+    names = _SOURCE_POSITIONS if of_source else _POSITIONS
+    return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+
+
+def is_the_librarys(kind: type, name: str) -> bool:
+    return inspect.getattr_static(kind, name, None) is vars(GenerationMixin)[name]

@@ -1,4 +1,4 @@
-"""Shared code of the commands: exit statuses, one-line errors, interrupts, closed streams, summaries."""
+"""What the commands share: parsers, exit statuses, one-line errors, interrupts, closed streams, and summaries."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ from fastgen.counters import ENCODER, Drafts, Outcome
 if TYPE_CHECKING:
     from fastgen.pipeline import RunReport
     from fastgen.pipeline.run import DataRun
+import argparse
+import csv
+import dataclasses
+
+import fastgen
+from fastgen import __version__
 
 DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
 
@@ -311,3 +317,133 @@ def run_named(module: str, commands: Mapping[str, Callable[[Sequence[str]], int]
     if name not in commands:
         sys.exit(fail(f"python -m {module}", f"give one of {', '.join(commands)}", SETUP))
     sys.exit(commands[name](words))
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error as one line, without the list of options above it.
+
+    Its help page omits rare options and the epilog, which `--help-all` shows. Has the options of every command.
+    """
+
+    def __init__(self, *, epilog: str, **options: Any) -> None:
+        super().__init__(
+            epilog="More options, and what the formats, errors and resuming are like: --help-all",
+            formatter_class=_ShortPage,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            **options,
+        )
+        self.whole_epilog = epilog
+        self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
+        self.add_argument("--help-all", nargs=0, action=_HelpAll, help="this page, with all options")
+        about = 'print what completes this command in a shell: eval "$(... --print-completion bash)"'
+        self.add_argument("--print-completion", choices=("bash", "zsh", "tcsh"), action=_Completion, help=about)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def add_rare(group: argparse._ActionsContainer, *names: str, is_rare: bool = True, **options: Any) -> None:
+    """Adds an option that the short help page omits if it is rare."""
+    vars(group.add_argument(*names, **options))["is_rare"] = is_rare
+
+
+def add_debug(group: argparse._ActionsContainer) -> None:
+    add_rare(group, "--debug", action="store_true", help="show the traceback of an error")
+
+
+class _Page(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=120)
+
+
+class _ShortPage(_Page):
+    def add_argument(self, action: argparse.Action) -> None:
+        if not getattr(action, "is_rare", False):
+            super().add_argument(action)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, *rest: Any) -> None:
+        parser.formatter_class, parser.epilog = _Page, parser.whole_epilog
+        parser.print_help()
+        parser.exit()
+
+
+class _Completion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, shell: Any, *rest: Any) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("--print-completion needs the package shtab, which is not installed: pip install shtab")
+        print(shtab.complete(parser, shell=shell))
+        parser.exit()
+
+
+def data_parser(program: str, description: str, epilog: str, options: type) -> tuple[Parser, argparse._ArgumentGroup]:
+    """Builds the parser of a command over a data set. A destination is the name of a field of the options.
+
+    Returns:
+        The parser, and its last group of options.
+    """
+    parser = Parser(prog=program, usage="%(prog)s MODEL INPUT OUTPUT [options]", description=description, epilog=epilog)
+    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
+    parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
+    parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
+    add_options(parser, options)
+    group = parser.add_argument_group("FastGen")
+    group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
+    add_debug(group)
+    return parser, group
+
+
+def of_the_run(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the run's options of `data_parser`'s command line. Disables FastGen if that asks for it."""
+    given.pop("debug", None)
+    if given.pop("no_fastgen", False):
+        fastgen.disable()
+    return given
+
+
+def add_options(parser: Parser, declared: type) -> None:
+    """Adds the options that the fields of a class declare. A destination is the name of a field."""
+    groups: dict[str, Any] = {}
+    group: Any = parser
+    for field in dataclasses.fields(declared):
+        about = field.metadata
+        if not about:
+            continue
+        if title := about["group"]:
+            group = groups.get(title) or parser.add_argument_group(title)
+            groups[title] = group
+        names = ["--" + field.name.replace("_", "-"), *about["aliases"]]
+        given: dict[str, Any] = {"action": "store_true"}
+        if field.type != "bool":
+            kind = _kind(field.name, str(field.type))
+            metavar = {int: "N", float: "X"}.get(kind, field.name.split("_")[-1].upper())  # type: ignore[call-overload]
+            given = {"type": kind, "metavar": metavar}
+        add_rare(group, *names, is_rare=about["rare"], dest=field.name, help=about["help"], **given)
+
+
+def _kind(name: str, annotation: str) -> Callable[[str], Any]:
+    """Returns the function that converts a command-line word to a field's value."""
+    if name == "batch_size":
+        return _number_or_word
+    if name == "keep":
+        return _names
+    if annotation.startswith("tuple"):
+        return _listed
+    return {"int": int, "float": float}.get(annotation.partition(" ")[0], str)
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Parses names of columns, which may contain spaces; a name with a comma is quoted, as in a CSV file."""
+    return tuple(name for name in next(csv.reader([text], skipinitialspace=True), []) if name)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())

@@ -9,9 +9,9 @@ import pytest
 
 from fastgen.engine import continuous
 from fastgen.engine.continuous import ContinuousBatches
-from fastgen.engine.foreground import turns
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request
+from fastgen.engine.waiting import turns
 from tests.engine.conftest import PROMPTS, assert_alone, raising
 from tests.equivalence.models import BY_NAME
 
