@@ -25,7 +25,7 @@ from fastgen import openmp, patching
 from fastgen.engine import models
 from fastgen.engine.options import least_new_tokens, make_inner, options_of
 from fastgen.engine.requests import Request, is_form
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.entering import Elsewhere, running_elsewhere

@@ -20,8 +20,8 @@ from fastgen import patching, releases, settings
 from fastgen.decoding import library_code, torch_functions
 from fastgen.decoding.captured import graph
 from fastgen.decoding.modules import modules_of, runs_own_forward
-from fastgen.optimizer.transformers import buckets, row_adapters, states
-from fastgen.optimizer.transformers.captured.kind import MOST_ADAPTERS
+from fastgen.optimizer.transformers import buckets, cache_layers, row_adapters
+from fastgen.optimizer.transformers.captured.entering_decoding import MOST_ADAPTERS
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 from fastgen.optimizer.transformers.models import (
     ADAPTERS,
@@ -217,7 +217,7 @@ def alone_for_model(model: Any) -> str | None:
     inside, model = model_inside(model), model_that_decodes(model)
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
-    known = (buckets.is_decoder, states.are_known, has_independent_rows)
+    known = (buckets.is_decoder, cache_layers.are_known, has_independent_rows)
     is_known |= all(any(knows(part) for knows in known) for part in parts_that_decode(model))
     if not is_known:
         return f"{kind.__name__} is not known to treat the rows of a batch alike"

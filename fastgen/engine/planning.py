@@ -14,15 +14,12 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import accumulate
 
-from fastgen import caches
-from fastgen.decoding.speculation.prompt_lookup import BOUNDARY
-from fastgen.decoding.speculation.verify_rows import StepSeconds
+from fastgen import memory
+from fastgen.decoding.speculation.draft_sources import BOUNDARY
 from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
 from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.kind import Kind
-from fastgen.optimizer.transformers.captured.slot import Slot
-from fastgen.optimizer.transformers.captured.slot_drafts import Chances, SlotDrafts
+from fastgen.optimizer.transformers.captured.slot import Chances, Slot, SlotDrafts, StepSeconds
 from fastgen.partition import cheapest
 
 # Fixed cost of a decode step, in positions of a prefill: it reads all weights for a few tokens.
@@ -109,7 +106,7 @@ class Entered:
 
     def _put(self, prefill_group: Hashable, declined: int) -> None:
         if prefill_group is not None:
-            caches.limit(self._declined)
+            memory.limit(self._declined)
             self._declined[prefill_group] = declined
 
 

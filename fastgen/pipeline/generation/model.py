@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastgen import caches
+from fastgen import memory
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import OUT_OF_MEMORY, Batch, BatchResult, BatchStage, Rules, cut, problem_of
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding
@@ -243,7 +243,7 @@ class ContinuousStage(ModelStage):
             self.tell(told)
         if any(problem.kind == OUT_OF_MEMORY for _, problem in again):
             self.out_of_memory += 1
-            caches.free_captured_steps()
+            memory.free_captured_steps()
         return again
 
     def _refuse(self, done: BatchResult[RawOutput], refused: list[_Failure]) -> None:

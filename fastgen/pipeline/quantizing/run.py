@@ -41,7 +41,7 @@ from fastgen.pipeline.loading import (
 from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, dtype_named
 
 if TYPE_CHECKING:
-    from fastgen.quantization.blocks import Block
+    from fastgen.quantization.calibration import Block
 
 
 PICTURE = "report.png"
@@ -340,8 +340,8 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
     import torch
     from transformers import AutoTokenizer
 
-    from fastgen.quantization.blocks import sharing
-    from fastgen.quantization.rtn import Kind
+    from fastgen.quantization.calibration import sharing
+    from fastgen.quantization.rounding import Kind
     from fastgen.quantization.writing import PackedLinear, config, gptq_config, load_block
 
     model: Any = loaded.model
