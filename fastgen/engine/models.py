@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers.generation.utils import GenerationMixin
 
 from fastgen import patching, releases, settings
-from fastgen.decoding import library_code, torch_functions
+from fastgen.decoding import guards, library_code
 from fastgen.decoding.captured import graph
-from fastgen.decoding.modules import modules_of, runs_own_forward
+from fastgen.decoding.layer_forms import runs_own_forward
+from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import buckets, cache_layers, row_adapters
 from fastgen.optimizer.transformers.captured.entering_decoding import MOST_ADAPTERS
 from fastgen.optimizer.transformers.encoders.stacks import way_of
@@ -217,11 +218,11 @@ def alone_for_model(model: Any) -> str | None:
     inside, model = model_inside(model), model_that_decodes(model)
     kind = type(model)
     is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
-    known = (buckets.is_decoder, cache_layers.are_known, has_independent_rows)
+    known = (buckets.is_decoder, cache_layers.states_are_known, has_independent_rows)
     is_known |= all(any(knows(part) for knows in known) for part in parts_that_decode(model))
     if not is_known:
         return f"{kind.__name__} is not known to treat the rows of a batch alike"
-    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or torch_functions.unusual() is not None:
+    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or guards.unusual() is not None:
         return "other code in the place of the library's"
     reason = modules_unsupported(inside)
     if reason is None and rows_depend_on_each_other(model):

@@ -334,7 +334,7 @@ _library.define(
 # `best_continuations` returns them; stops [batch * candidates], bool, or None; early_stopping: one of `EARLY_STOPPING`.
 # `commit_(chosen, counts, accepted, near, near_ties, ...)`: chosen [rows, width], int64; the drafted tokens are in the
 # running sequences, after their ends; counts [rows], int64: how many of these tokens count. Sets `accepted`, [rows],
-# int64, as `accept_greedy` of `fastgen.decoding.speculation.speculative_search` does. If counts is None, `accepted` tells how
+# int64, as `accept_greedy` of `decoding.speculation.speculative_search` does. If counts is None, `accepted` tells how
 # many of `chosen` are taken besides the last one. Adds to `near_ties`, one int64, the number of taken tokens for which
 # near, [rows, width], bool, is set. `advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks,
 # width)`: `numbers` is the `position_table` of `StepState`. `seen`, one int64, becomes the cache length of the longest

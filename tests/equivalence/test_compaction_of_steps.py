@@ -276,8 +276,8 @@ def test_a_step_of_its_own_is_not_asked_for_a_shared_recording(model: Any, monke
 
 def step_of(left: list[bool], monkeypatch: Patch, known: bool) -> tuple[Compaction, Any, list[int]]:
     """A compaction, a step in which these inputs go on, and after how many steps inputs have left."""
-    graph = mock.Mock(smallest=lambda inputs: inputs if known else None)
-    step = mock.Mock(parts={1: graph}, key=mock.Mock(per_input=4, processors=()))
+    part = mock.Mock(smallest=lambda inputs: inputs if known else None)
+    step = mock.Mock(parts={1: part}, key=mock.Mock(per_input=4, processors=()))
     step.search.unfinished = torch.tensor(left).unsqueeze(1)
     ledger = Ledger()
     monkeypatch.setattr(Ledger, "specializing", 0.5)

@@ -34,7 +34,7 @@ SIGNALS = [60, pytest.param(20_000, marks=pytest.mark.long)]
 POINTS = [25, pytest.param(None, marks=pytest.mark.long)]
 # What takes something for a call, or for a step.
 TAKING = (
-    "interrupts.py", "locks.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
+    "interrupts.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
     "decoding/captured/graph.py:taken", "decoding/captured/graph.py:stepped_aside", "decoding/captured/graph.py:_take",
     "decoding/captured/graph.py:_give_back", "decoding/captured/program.py:capture",
     "decoding/captured/program.py:replay", "decoding/captured/recording.py:record",
@@ -43,8 +43,8 @@ TAKING = (
     "decoding/layers.py:__enter__", "decoding/layers.py:__exit__", "decoding/layers.py:_install",
     "decoding/layers.py:_leave", "decoding/layers.py:_remove", "decoding/layers.py:of",
     "decoding/derived_weights.py:call", "decoding/derived_weights.py:leave", "decoding/linear_ops.py:panels_suspended",
-    "ops/command_list.py:_recorded",
-    "ops/command_list.py:_close", "ops/thread_pool.py:for_replay", "optimizer/transformers/call.py:__enter__",
+    "ops/runtime.py:_recorded",
+    "ops/runtime.py:_close", "ops/runtime.py:for_replay", "optimizer/transformers/call.py:__enter__",
     "optimizer/transformers/call.py:__exit__", "optimizer/transformers/call.py:_leave",
     "optimizer/transformers/captured/graph_cache.py:take", "optimizer/transformers/captured/graph_cache.py:give_back",
     "optimizer/transformers/encoders/call.py:call", "optimizer/transformers/encoders/call.py:run",

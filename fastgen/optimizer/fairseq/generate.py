@@ -20,7 +20,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor
 
 from fastgen import counters, interrupts, patching
-from fastgen.decoding import host_memory, library_code, torch_functions, unpadding
+from fastgen.decoding import guards, host_memory, library_code, unpadding
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.retrying import RandomState
 from fastgen.models.prophetnet.attention import NgramSelfAttention
@@ -249,7 +249,7 @@ _ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out"
 
 def unsupported(generator: Any, bos_token: Any) -> str | None:
     """Returns why a generator is not accelerated, or None if it is."""
-    unusual = torch_functions.unusual()
+    unusual = guards.unusual()
     if unusual is not None:
         return unusual
     for owner, name in _HOOKED:

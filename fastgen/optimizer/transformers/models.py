@@ -17,9 +17,10 @@ from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_en
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import patching, releases
-from fastgen.decoding import library_code, torch_functions
+from fastgen.decoding import guards, library_code
 from fastgen.decoding.guards import IdentityGuard
-from fastgen.decoding.modules import modules_of, runs_own_forward
+from fastgen.decoding.layer_forms import runs_own_forward
+from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import cache_layers, special_models
 from fastgen.optimizer.transformers.capturable import CAPTURABLE, KOSMOS2, WITH_HOOKS, class_of
 from fastgen.releases import Usual
@@ -150,7 +151,7 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
 
 def unsupported(model: Any) -> str | None:
     """Returns why calls of this model are not accelerated, as far as the model alone tells; None if they are."""
-    kind, unusual = type(model), torch_functions.unusual()
+    kind, unusual = type(model), guards.unusual()
     if unusual is not None:
         return Usual(unusual)
     failed = releases.failed_before(kind)

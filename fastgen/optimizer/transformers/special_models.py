@@ -15,7 +15,7 @@ from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.kv.view import KVView, of_latents
 from fastgen.decoding.layer_forms import Replacement
 from fastgen.decoding.layers import FastLayers
-from fastgen.decoding.modules import is_plain, runs_own_forward
+from fastgen.decoding.layer_forms import is_plain, runs_own_forward
 from fastgen.ops.linear import choose
 
 # ---- codebooks: models that read several rows of tokens per input, one for each codebook of the audio codec

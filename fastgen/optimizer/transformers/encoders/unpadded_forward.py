@@ -113,9 +113,9 @@ class UnpaddedForward:
         return self._tokens.pack(value.expand(batch, *value.shape[1:])) if is_per_position else None
 
     def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        unpadding = self._tokens
+        packing = self._tokens
         given = {name: self._packed_argument(name, value) for name, value in given.items()}
-        self.packing = self._row = unpadding
+        self.packing = self._row = packing
         try:
             result = forward(**given)
         finally:
@@ -126,7 +126,7 @@ class UnpaddedForward:
         def unpacked(states: Tensor) -> Tensor:
             if not self._is_row(states):
                 raise Declined(_NOT_PER_TOKEN)
-            return self._remembered(unpadding.unpack(states, self._fill))
+            return self._remembered(packing.unpack(states, self._fill))
 
         return mapped(result, unpacked)
 
