@@ -135,7 +135,6 @@ def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         weight.numel() >= MIN_PANELS
         and panels.serves(x, weight, bias)
         and choose.reads_panels(x.shape[0])
-        and panels.is_available()
         and fingerprint.is_available()
         and bool(panels.likely_types(weight))
     )

@@ -103,8 +103,8 @@ def _special_models() -> list[Patch]:
         "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
     }  # fmt: skip
     return [
-        _hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", "captured.prophetnet:embed_positions", has(cache)),
-        _hook(prophetnet, "ProphetNetNgramSelfAttention.forward", "captured.prophetnet:attend", attention),
+        _hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{keys}:embed_prophetnet", has(cache)),
+        _hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{keys}:attend_prophetnet", attention),
         _hook("models.bark.modeling_bark", "BarkSelfAttention._attn", f"{hooks}:attend", of_bark),
         _hook("models.gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention._attn", f"{keys}:attend_gpt_neo", of_neo),
         _hook("models.mpt.modeling_mpt", "MptAttention.forward", f"{keys}:attend_mpt", of_mpt),

@@ -271,7 +271,7 @@ def _attempted(
     with host_memory.kept(model.device):
         result = _accelerated(wrapped, attempt)
     if attempt.call.draft is not None:
-        releases.record_past_of(result)
+        releases.keep_past_of(result)
     return result
 
 

@@ -13,9 +13,8 @@ from fastgen import counters, interrupts, settings
 from fastgen.decoding import layer_forms, library_code
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.kv.view import KVView, of_latents
-from fastgen.decoding.layer_forms import Replacement
+from fastgen.decoding.layer_forms import Replacement, is_plain, runs_own_forward
 from fastgen.decoding.layers import FastLayers
-from fastgen.decoding.layer_forms import is_plain, runs_own_forward
 from fastgen.ops.linear import choose
 
 # ---- codebooks: models that read several rows of tokens per input, one for each codebook of the audio codec
