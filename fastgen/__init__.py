@@ -13,13 +13,13 @@ import importlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from fastgen import _conflict, caches, counters, patching, settings  # noqa: F401 (the first one looks when imported)
+from fastgen import _conflict, counters, memory, patching, settings  # noqa: F401 (the first one looks when imported)
 from fastgen._version import __version__
 from fastgen.counters import FallbackError, Stats
 from fastgen.engine import patches as _engine_patches
-from fastgen.keep_bits import KeepBits
 from fastgen.optimizer import fairseq as _fairseq
 from fastgen.optimizer import transformers as _transformers
+from fastgen.settings import KeepBits
 
 if TYPE_CHECKING:
     from fastgen.comparison import Comparison
@@ -102,7 +102,7 @@ def enable(
 def disable() -> None:
     """Removes FastGen's patches: the toolkits get back the very objects that they had before."""
     _patches.disable()
-    caches.free_all()
+    memory.free_all()
 
 
 def disabled() -> AbstractContextManager[None]:
@@ -127,7 +127,7 @@ def stats() -> Stats:
         {entry point: {"accelerated": calls, "fallback": {reason: calls}}}, a dict. "fallback" counts calls that ran on
         the original code. An optional entry point, such as "transformers.captured_step", also has "not used": {reason:
         calls}, for calls that did without it and were accelerated all the same. Speculative decoding adds sums of
-        tokens: "drafted", "accepted", "verifies", "near_ties", "rows_left".
+        tokens: "drafted", "accepted", "verifies", "near_ties".
     """
     return counters.snapshot()
 

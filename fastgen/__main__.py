@@ -10,7 +10,7 @@ import argparse
 import sys
 
 import fastgen
-from fastgen import selfcheck
+from fastgen import report
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
@@ -26,7 +26,7 @@ if __name__ == "__main__":
         sys.exit(tune.main())
     verbose = given.verbose
     # The check imports Transformers, which applies the patches: the status then shows whether they fit.
-    line, accelerates = selfcheck.line()
+    line, accelerates = report.line()
     status = fastgen.status()
     print(line, status if verbose else f"{status.summary()}\n\nEach patch and operator: --verbose", sep="\n\n")
     sys.exit(not accelerates)

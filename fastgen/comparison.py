@@ -19,7 +19,7 @@ import torch
 from fastgen import counters, memory, patching
 from fastgen.counters import CAPTURED_STEP, DRAFTS, GENERATE, Drafts
 from fastgen.decoding.captured import graph
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.quantization.layers import keeps_bits
 
 # FastGen makes calls until there is nothing more to capture, and at most this many, before later calls are measured.

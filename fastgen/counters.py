@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastgen import interrupts, settings
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 
 # Entry points of calls of `generate`, of their captured steps, of speculative decoding, of FairSeq, and of encoders.
 GENERATE = "transformers.generate"

@@ -1,4 +1,6 @@
-"""Makes sure that an interrupt (Ctrl-C) releases everything taken, and is never swallowed, wherever it comes.
+"""Interrupts and forks: neither leaves anything taken or locked.
+
+An interrupt (Ctrl-C) releases everything taken, and is never swallowed, wherever it comes.
 
 Python raises a KeyboardInterrupt between two of its instructions: after a lock is acquired and before the `with` block
 that would release it, or at the first instruction of an `__exit__`, which then does nothing. So FastGen records what it
@@ -10,13 +12,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # An undo that is interrupted is tried again, up to this many times.
 _MOST_INTERRUPTS = 1000
@@ -152,3 +156,52 @@ def _codes_of_handlers() -> set[CodeType]:
         if isinstance(code, CodeType):
             found.add(code)
     return found
+
+
+# ---- forks
+
+_made: weakref.WeakKeyDictionary[Any, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+
+def forkable_lock(undo: Callable[[], object] = lambda: None) -> Any:
+    """Returns a re-entrant lock for a module. In a forked process, only the forking thread may still hold it.
+
+    Other threads do not exist there, so nobody would release their locks. This is Python's own lock, in C: in the
+    methods of a Python class, an interrupt could come between acquiring it and the block that releases it.
+
+    Args:
+        undo: undoes, in the forked process, what another thread has done while it held the lock.
+    """
+    lock = threading.RLock()
+    _made[lock] = undo
+    return lock
+
+
+def _take_from_others() -> None:
+    """Releases other threads' locks in a forked process."""
+    for lock, undo in list(_made.items()):
+        if lock.acquire(blocking=False):
+            lock.release()
+        else:
+            lock._at_fork_reinit()
+            undo()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_take_from_others)
+
+
+if TYPE_CHECKING:
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property(functools.cached_property):
+        """A cached property without the lock that all instances share before Python 3.12.
+
+        Other threads would wait for it, and a process that is forked while a thread holds it would wait for ever.
+        """
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            return vars(instance).setdefault(self.attrname, self.func(instance))

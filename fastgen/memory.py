@@ -1,4 +1,7 @@
-"""The host: its free memory, its processor, the growth of buffers, and blocks without garbage collection."""
+"""The host: its free memory, its processor, the growth of buffers, and blocks without garbage collection.
+
+Owners of what is kept from one call to the next `register` a function that frees it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,11 @@ import functools
 import gc
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
-
-from fastgen import interrupts
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock, undoing
 
 # psutil does not know the limits of containers.
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -46,7 +47,7 @@ def no_collection() -> Iterator[None]:
         yield
         return
     block = object()
-    with interrupts.undoing(functools.partial(_leave, block)):
+    with undoing(functools.partial(_leave, block)):
         with _changing:
             _blocks.add(block)
             gc.disable()
@@ -126,6 +127,8 @@ def processor() -> str:
 
 
 def _available() -> int:
+    import psutil  # takes longer than all of `import fastgen`
+
     # psutil lets other errors through on systems that it knows little, and without /proc in some containers.
     with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError, AttributeError, RuntimeError):
         return int(psutil.virtual_memory().available)
@@ -167,3 +170,35 @@ def _processors(group: Path) -> Iterator[int]:
             quota, period = (int(word) for name in names for word in (group / name).read_text().split())
             if quota > 0 and period > 0:
                 yield -(-quota // period)
+
+
+# ---- what is kept from one call to the next
+
+# Limit of entries that are remembered of a model in addition to the caches.
+MOST_REMEMBERED = 1000
+_registered: dict[Callable[[], object], bool] = {}  # value: whether it frees captured steps
+
+
+def register(free: Callable[[], object], captured_steps: bool = False) -> None:
+    """Registers `free`, to be called when FastGen is disabled. With `captured_steps`, it is also called when a device
+    runs out of memory, and must return whether it has freed any step.
+    """
+    _registered[free] = captured_steps
+
+
+def limit(*remembered: dict[Any, Any] | set[Any]) -> None:
+    """Clears collections that have grown too large: calls with ever new options must not fill the memory."""
+    for each in remembered:
+        if len(each) > MOST_REMEMBERED:
+            each.clear()
+
+
+def free_all() -> None:
+    """Frees everything that no running call uses."""
+    for free in _registered:
+        free()
+
+
+def free_captured_steps() -> bool:
+    """Frees the captured steps that no running call uses, and returns whether there were any."""
+    return any([free() for free, captured_steps in _registered.items() if captured_steps])

@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 import wrapt
 
-from fastgen.interrupts import undoing
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock, undoing
 
 Value = TypeVar("Value")
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -169,7 +169,7 @@ def records_past(layer: Any) -> bool:
     return bool(getattr(layer, "record_past", False))
 
 
-def record_past_of(result: Any) -> None:
+def keep_past_of(result: Any) -> None:
     """Lets the KV cache that a call returns record states to go back to, as the library does behind drafts."""
     record = getattr(cache_in(result), "activate_past_recording", None) if isinstance(result, Mapping) else None
     if record is not None:

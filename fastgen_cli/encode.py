@@ -11,8 +11,7 @@ from functools import partial
 from fastgen.counters import ENCODER
 from fastgen.pipeline.encoding import Classify, Embed
 from fastgen.pipeline.run import DataRun
-from fastgen_cli.options import Parser, data_parser, of_the_run
-from fastgen_cli.shared import command, renamed, run_named, run_over_data
+from fastgen_cli.command import Parser, command, data_parser, of_the_run, renamed, run_named, run_over_data
 
 _EPILOG = """\
 inputs:   .txt (or any other name): a text a line; .jsonl, .csv, .tsv, .parquet: --input-column; the name of a data set
@@ -76,10 +75,9 @@ def classify(arguments: Sequence[str] | None = None) -> int:
     return command(CLASSIFY.program, arguments, partial(_run, CLASSIFY))
 
 
-def build_parser(of: Command, shows_all: bool = False) -> Parser:
+def build_parser(of: Command) -> Parser:
     """Builds the parser. A destination is a field of the command's options."""
-    build = partial(build_parser, of)
-    return data_parser(of.program, of.description, of.outputs + _EPILOG, of.run.options, build, shows_all)
+    return data_parser(of.program, of.description, of.outputs + _EPILOG, of.run.options)[0]
 
 
 def _run(of: Command, words: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastgen.counters import OF_FAIRSEQ
-from fastgen_cli.shared import (
+from fastgen_cli.command import (
     DONE,
     SETUP,
     UsageError,
@@ -120,8 +120,7 @@ def _dictionaries_of(checkpoint: str) -> str:
 
 def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, output: str, overwrite: bool) -> None:
     """Runs a FairSeq command with its lines in a work file, and makes the output from what it printed."""
-    from fastgen.pipeline.fairseq.files import Records
-    from fastgen.pipeline.fairseq.run import log_to
+    from fastgen.pipeline.fairseq.files import Records, log_to
 
     check_stream("stdout", output == "-")
     allow_interrupts()

@@ -13,8 +13,7 @@ from fastgen.counters import GENERATE
 from fastgen.pipeline.generation import Generate, RunOptions
 from fastgen.pipeline.generation import options as generation_options
 from fastgen_cli import fairseq
-from fastgen_cli.options import Parser, data_parser, of_the_run
-from fastgen_cli.shared import UsageError, command, renamed, run_over_data
+from fastgen_cli.command import Parser, UsageError, add_rare, command, data_parser, of_the_run, renamed, run_over_data
 
 PROGRAM = "fastgen-generate"
 
@@ -36,6 +35,7 @@ replacing: OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --repor
 repeating: batches depend on the input and the options alone, and every batch has a seed of its own from --seed: the
           same command gives the same output, sampled or not. --batch-size auto depends on the free memory as well;
           give a number where sampled output must be repeatable
+generation: lists and dictionaries are JSON, none unsets a value, and --no-X is --X false
 FairSeq:  MODEL may be a checkpoint of FairSeq's (.pt, several separated by :) and INPUT a directory of
           fairseq-preprocess, or a text where the dictionaries are beside the checkpoint; options are those of
           fairseq-generate then, and OUTPUT is .txt or .jsonl. DATA --path MODEL ... prints what fairseq-generate does
@@ -61,25 +61,24 @@ _METAVARS = {"bool": "true|false", "int": "N", "float": "X", "str": "TEXT", "jso
 _WORDS = ("true", "false", "none", "null", "never")
 
 
-def build_parser(shows_all: bool = False) -> Parser:
+def build_parser() -> Parser:
     """Builds the parser. A destination is a field of `RunOptions`, or with `--` before it one of `GenerationConfig`."""
-    parser = data_parser(PROGRAM, _EXAMPLES, _EPILOG, RunOptions, build_parser, shows_all, dtypes=("fp16", "bf16"))
-    parser.generation = parser.add_argument_group(
+    parser, group = data_parser(PROGRAM, _EXAMPLES, _EPILOG, RunOptions)
+    for dtype in ("fp16", "bf16"):
+        about = f"the same as --dtype {dtype}"
+        add_rare(group, f"--{dtype}", dest="dtype", action="store_const", const=dtype, help=about)
+    group = parser.add_argument_group(
         "generation",
-        "Every field of GenerationConfig is an option. Where one is not given, the model's own value applies."
-        + (" Lists and dictionaries are JSON, none unsets a value, and --no-X is --X false." if shows_all else ""),
+        "Every field of GenerationConfig is an option. Where one is not given, the model's own value applies.",
     )
-    parser.generation.add_argument(
-        "--generation-config",
-        metavar="FILE",
-        help=parser.about("JSON file of fields; options override it", is_rare=True),
-    )
+    about = "JSON file of fields; options override it"
+    add_rare(group, "--generation-config", metavar="FILE", help=about)
     for name in generation_options.TYPES:
-        _add_generation(parser, name)
+        _add_generation(group, name)
     return parser
 
 
-def _add_generation(parser: Parser, name: str) -> None:
+def _add_generation(group: argparse._ActionsContainer, name: str) -> None:
     """Adds the option of a field of `GenerationConfig`."""
 
     def convert(text: str) -> Any:
@@ -91,12 +90,10 @@ def _add_generation(parser: Parser, name: str) -> None:
     option = "--" + name.replace("_", "-")
     types = generation_options.TYPES.get(name, ())
     metavar = "|".join(word for kind, word in _METAVARS.items() if kind in types) or "VALUE"
-    said = parser.about("", is_rare=name not in _USUAL)
-    parser.generation.add_argument(option, dest=option, type=convert, metavar=metavar, help=said)
+    add_rare(group, option, is_rare=name not in _USUAL, dest=option, type=convert, metavar=metavar, help="")
     if generation_options.is_flag(name):
-        parser.generation.add_argument(
-            f"--no-{option[2:]}", dest=option, action="store_const", const=False, help=argparse.SUPPRESS
-        )
+        no = f"--no-{option[2:]}"
+        group.add_argument(no, dest=option, action="store_const", const=False, help=argparse.SUPPRESS)
 
 
 def normalise(arguments: Sequence[str], flags: set[str]) -> list[str]:

@@ -9,8 +9,17 @@ from pathlib import Path
 
 from fastgen.counters import GENERATE
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
-from fastgen_cli.options import Parser, add_options, of_the_run
-from fastgen_cli.shared import DONE, acceleration, allow_interrupts, command, resumable
+from fastgen_cli.command import (
+    DONE,
+    Parser,
+    acceleration,
+    add_debug,
+    add_options,
+    allow_interrupts,
+    command,
+    of_the_run,
+    resumable,
+)
 
 PROGRAM = "fastgen-quantize"
 
@@ -31,20 +40,18 @@ status:   0 done, 2 the run could not be done, 130 interrupted
 """
 
 
-def build_parser(shows_all: bool = False) -> Parser:
+def build_parser() -> Parser:
     """Builds the parser. A destination is a field of `QuantizeOptions`."""
     parser = Parser(
         prog=PROGRAM,
         usage="%(prog)s MODEL OUT [--calibration FILE] [options]",
         description=_EXAMPLES,
         epilog=_EPILOG,
-        shows_all=shows_all,
     )
     parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, hub name, or GGUF file")
     parser.add_argument("output", metavar="OUT", help="directory to write")
-    parser.add_usual(build_parser)
     add_options(parser, QuantizeOptions)
-    parser.add_debug(parser)
+    add_debug(parser)
     return parser
 
 

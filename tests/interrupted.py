@@ -19,7 +19,7 @@ from torch import overrides
 from torch.utils import _python_dispatch
 
 import fastgen
-from fastgen import locks, patching
+from fastgen import interrupts, patching
 from fastgen.decoding import host_memory, layers
 from fastgen.decoding.captured import recording
 from fastgen.optimizer.transformers.call import Call
@@ -144,7 +144,7 @@ def _locks_taken() -> list[str]:
     found: list[str] = []
 
     def look() -> None:
-        for lock in (*locks._made, layers.FastLayers._lock):
+        for lock in (*interrupts._made, layers.FastLayers._lock):
             if lock.acquire(timeout=60):
                 lock.release()
             else:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_unflatten
 
 from fastgen.decoding.captured.recording import record, tensors_in
-from fastgen.decoding.operations import Constant, Operation, TensorRef
+from fastgen.decoding.recorded_graph import Constant, Operation, TensorRef
 
 
 class RecordedGraph:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fastgen import interrupts
-from fastgen.interrupts import guarded, undoing
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock, guarded, undoing
 from tests.interrupted import Interrupter, in_files, points, signals
 
 

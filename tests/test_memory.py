@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -110,5 +111,5 @@ def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise FileNotFoundError("/proc/meminfo")
 
     monkeypatch.setattr(memory, "_CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", nothing)
+    monkeypatch.setattr(psutil, "virtual_memory", nothing)
     assert memory.free_host_memory() == 4 * GIB

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 import fastgen
 from benchmarks import minilm
 from fastgen import settings
-from fastgen.decoding.weights import cache
+from fastgen.decoding import derived_weights
 from fastgen.ops import quantized_linear
 from fastgen_cli.encode import embed
 
@@ -54,7 +54,7 @@ def strict() -> Iterator[None]:
     fastgen.reset_stats()
     yield
     fastgen.enable(padding="exact")
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 @pytest.fixture

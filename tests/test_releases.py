@@ -45,8 +45,8 @@ for options in ({{}}, {{"num_beams": 3}}):
         expected = model.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, **options), expected)
 print(sorted(fastgen.stats().get("transformers.generate", {{}}).get("fallback", ())))
-from fastgen import selfcheck
-print(selfcheck.line()[0])
+from fastgen import report
+print(report.line()[0])
 """
 
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from fastgen.ops import attention, best_candidates, kv_write, no_repeat_ngram, rms_norm
+from fastgen.ops import _library, attention, kv_write, no_repeat_ngram, rms_norm, search_step
 from fastgen.ops import gpu as package
 from fastgen.ops.gpu import grouped_linear
 from fastgen.ops.linear import grouped
@@ -93,8 +93,8 @@ def check_triton(device: str) -> None:
     batch, per_input = 3, 3
     rows = batch * per_input
     scores, running = torch.randn(rows, 4099, device=device), torch.randn(batch, per_input, device=device)
-    found = best_candidates.best_continuations(scores, running, 2 * per_input).scores
-    same(found, best_candidates.reference(scores, running, 2 * per_input).scores, "best_continuations")
+    found = search_step.best_continuations(scores, running, 2 * per_input).scores
+    same(found, search_step.continuations_reference(scores, running, 2 * per_input).scores, "best_continuations")
     for width in (1000, 17001):
         x, weight = torch.randn(3, width, device=device), torch.randn(width, device=device)
         same(rms_norm.rms_norm(x, weight), rms_norm.reference(x, weight, 1e-6), "rms_norm")
@@ -107,7 +107,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor, name: str, tolerance: float 
 
 
 def main() -> int:
-    backend = no_repeat_ngram.backend()
+    backend = _library.backend("fastgen::no_repeat_ngram_")
     if "CUDA (csrc)" not in backend:
         print(f"memcheck: no CUDA kernel to watch: {backend}")
         return 1

@@ -1,9 +1,9 @@
 """Faster forms of a model's layers while it generates.
 
 Inside `FastLayers`, a layer that spells out a torch function calls that function. An RMS norm is one kernel in a
-captured step (`fastgen.decoding.norms`). A linear layer that only has a weight and a bias uses the kernel that
-`fastgen.ops.linear.choose` selects, or a quantised copy of its weight (`fastgen.decoding.layer_forms`). Hooks keep
-working, because they run around `forward`.
+captured step. A linear layer that only has a weight and a bias uses the kernel that `fastgen.ops.linear.choose`
+selects, or a quantised copy of its weight. `fastgen.decoding.layer_forms` has these forms. Hooks keep working, because
+they run around `forward`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import caches, counters, settings
-from fastgen.decoding import half_precision, library_code, norms
-from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
-from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
-from fastgen.decoding.weights import formats
+from fastgen import counters, memory, settings
+from fastgen.decoding import derived_weights, layer_forms, library_code
+from fastgen.decoding.layer_forms import (
+    FloatLinear,
+    FunctionForm,
+    QuantizedLinear,
+    Replacement,
+    is_plain,
+    runs_own_forward,
+    weight_of,
+)
+from fastgen.decoding.library_code import modules_of
 from fastgen.interrupts import undoing
-from fastgen.ops.half_precision import HALF, is_slow
 from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import HALF, is_slow
 
 # Classes of linear layers: False if their weights are [N, K], True if [K, N].
 Kinds = Mapping[type[nn.Module], bool]
@@ -200,10 +207,12 @@ class FastLayers:
             return FunctionForm(module, function)
         if not module._parameters:
             return self._form_of(module)
-        form = norms.form_of(module)
+        form = layer_forms.norm_form(module)
         if form is not None:
-            return FunctionForm(module, partial(norms.normalise, module, form), partial(norms.serves, module))
-        return half_precision.form_of(module) or self._linear(module, precision_on)
+            return FunctionForm(
+                module, partial(layer_forms.normalise, module, form), partial(layer_forms.serves_norm, module)
+            )
+        return layer_forms.convolution_form(module) or self._linear(module, precision_on)
 
     def _linear(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         """Returns the form of a linear layer; None for any other layer, or if torch's product is as good."""
@@ -242,12 +251,17 @@ class FastLayers:
         self._installed = {}
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the first parameter; the CPU for a model without parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def precision_on(device: torch.device) -> str:
     """Returns the requested precision of quantised copies, if there are kernels for it on this device, else "fp32"."""
     wanted = settings.current().weight_dtype
-    if wanted == "fp32" or not formats.is_for(device):
+    if wanted == "fp32" or not derived_weights.is_for(device):
         return "fp32"
-    reason = formats.unavailable(wanted, device)
+    reason = derived_weights.unavailable(wanted, device)
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
@@ -257,11 +271,11 @@ def precision_on(device: torch.device) -> str:
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
     """Returns the form of a layer with a low-bit weight, or None. Weights in groups serve half precision, too."""
     weight = weight_of(module)
-    if not formats.has_low_bit(weight, precision) or not is_plain(module, weight.dtype, weight.device.type):
+    if not derived_weights.has_low_bit(weight, precision) or not is_plain(module, weight.dtype, weight.device.type):
         return None
-    return QuantizedLinear(module, transposed, formats.low_bit(precision, settings.current().weight_group_size))
+    return QuantizedLinear(module, transposed, derived_weights.low_bit(precision, settings.current().weight_group_size))
 
 
-caches.register(FastLayers.drop_kept)
+memory.register(FastLayers.drop_kept)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FastLayers.forget_other_threads)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 
 from fastgen import interrupts, patching
-from fastgen.decoding.modules import modules_of
 
 # The libraries; and packages that they call, which compute nothing of a model.
 LIBRARIES = ("torch", "transformers", "fairseq", "sentence_transformers", "peft", "accelerate", "fastgen")
@@ -334,6 +333,18 @@ def _named(code: CodeType) -> frozenset[str]:
     words = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
     inside = [_named(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(words, *inside)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of `model.modules()` in another order. Several times as fast, as it computes no names."""
+    found: dict[nn.Module, None] = {model: None}
+    left = [model]
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                left.append(child)
+    return list(found)
 
 
 def foreign(model: nn.Module) -> str | None:

@@ -1,11 +1,18 @@
 """Linear ops of a captured step: what a recorded product becomes, and batching of products with one input.
 
-`fastgen.ops.linear.choose` chooses the kernel.
+`fastgen.ops.linear.choose` chooses the kernel. A panel op reads a float32 weight from a 16-bit copy, packed in panels,
+while there is one (`fastgen.decoding.derived_weights` decides): most checkpoints are stored in 16 bits, and with few
+rows a product is bound by reading the weight. Its results equal GEMM with the weight bit for bit, for any number of
+rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,13 +20,15 @@ import torch
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.decoding.operations import PRODUCTS, Operation, TensorRef
-from fastgen.decoding.panel_ops import PanelOp, PanelOps, has_panels
-from fastgen.decoding.weights import cache, formats
+from fastgen.decoding import derived_weights
+from fastgen.decoding.recorded_graph import PRODUCTS, Operation, TensorRef
+from fastgen.interrupts import undoing
+from fastgen.ops import runtime
 from fastgen.ops.linear import choose, grouped
 from fastgen.ops.linear.choose import GEMM, Kernel
 
 _GROUPED = grouped.OPERATOR
+_is_suspended: ContextVar[bool] = ContextVar("fastgen_panels_suspended", default=False)
 
 
 class LinearOp(NamedTuple):
@@ -41,6 +50,30 @@ class GroupedLinearOp(NamedTuple):
     order: Tensor | None
     bias: Tensor | None
     sizes: tuple[int, int, bool, bool]  # bits, group size, whether groups are rotated, whether activations stay floats
+
+
+class PanelOp(NamedTuple):
+    """A linear op whose weight may have a copy. Without one, `unpacked` replaces it, with the same bits."""
+
+    unpacked: Any
+    result: Tensor
+    x: Tensor
+    weight: derived_weights.DerivedWeight
+    bias: Tensor | None
+
+
+class PanelOps(NamedTuple):
+    """Panel ops of one input, none of which reads what another one writes."""
+
+    ops: Sequence[PanelOp]
+    unpacked: Sequence[Callable[[], object]]  # the calls without copies
+
+    def calls(self, copies: Sequence[Tensor | None]) -> Sequence[Callable[[], object]]:
+        """Returns the calls that write the results, given a copy of each weight or None. All are read, or none."""
+        if any(copy is None for copy in copies):
+            return self.unpacked
+        results, biases = [op.result for op in self.ops], [op.bias for op in self.ops]
+        return [partial(derived_weights.multiply_panels, results, self.ops[0].x, list(copies), biases)]
 
 
 AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
@@ -71,7 +104,7 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
     if op is None or not isinstance(ref, TensorRef) or ref.storage in written or not has_panels(x, weight, bias):
         return op
     # GEMM has the same bits as panels, so it replaces them while there is no copy.
-    return PanelOp(op._replace(kernel=GEMM), result, x, cache.of(weight, formats.PANELS), bias)
+    return PanelOp(op._replace(kernel=GEMM), result, x, derived_weights.of(weight, derived_weights.PANELS), bias)
 
 
 def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOp | None:
@@ -86,31 +119,31 @@ def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
     """Returns calls of linear ops with one input, none of which reads what another one writes; others unchanged."""
-    panels = [op for op in ops if isinstance(op, PanelOp)]
-    if panels:
-        rest = [op for op in ops if not isinstance(op, PanelOp)]
-        unpacked = [op.unpacked for op in panels]
-        of_weights: list[Any] = batched(unpacked)  # none of these has panels
-        return [PanelOps(panels, of_weights, [single(op) for op in unpacked]), *batched(rest)]
-    for key in filter(None, map(_batch_key, ops)):
-        same = [op for op in ops if _batch_key(op) == key]
-        if len(same) > 1:
-            rest = [op for op in ops if not any(op is each for each in same)]
-            return [_batch(same), *batched(rest)]
-    return [single(op) for op in ops]
+    groups: dict[Any, list[Any]] = {}
+    for number, op in enumerate(ops):
+        groups.setdefault(_batch_key(op) or number, []).append(op)
+    return list(map(_batch, groups.values()))
 
 
 def _batch_key(op: Any) -> Any:
     """Returns a key that is equal for ops that can share a call; None for an op that cannot share one."""
+    if isinstance(op, PanelOp):
+        return PanelOp
     if isinstance(op, GroupedLinearOp):
         return (_GROUPED, *op.sizes) if op.order is None else None
     is_known = isinstance(op, LinearOp) and op.kernel.several is not None
     return (op.kernel.name, op.weight.stride(1)) if is_known else None
 
 
-def _batch(ops: Sequence[Any]) -> Callable[[], object]:
-    """Returns the call of several ops with equal keys."""
-    first, columns = ops[0], list(map(list, zip(*ops, strict=True)))
+def _batch(ops: Sequence[Any]) -> Any:
+    """Returns the call of one op, or of several with equal keys."""
+    first = ops[0]
+    if isinstance(first, PanelOp):
+        unpacked: list[Any] = batched([op.unpacked for op in ops])  # none of these has panels
+        return PanelOps(ops, unpacked)
+    if len(ops) == 1:
+        return single(first)
+    columns = list(map(list, zip(*ops, strict=True)))
     if isinstance(first, GroupedLinearOp):
         results, _, parts, _, biases, _ = columns
         lists = [list(part) for part in zip(*parts, strict=True)]
@@ -126,3 +159,74 @@ def single(op: Any) -> Any:
         operator = torch.ops.fastgen.grouped_linear_out.default
         return partial(operator, op.result, op.x, *op.parts, op.order, op.bias, *op.sizes)
     return partial(op.kernel.out, *op[1:]) if isinstance(op, LinearOp) else op
+
+
+@contextlib.contextmanager
+def panels_suspended() -> Iterator[None]:
+    """Prevents panel ops in recordings made inside: if a call reads a weight once, a copy would never be made."""
+    with undoing(partial(_is_suspended.set, _is_suspended.get())):
+        _is_suspended.set(True)
+        yield
+
+
+def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a linear op reads its weight from panels: x is [M, K], the weight [N, K], the bias [N] or None."""
+    return not _is_suspended.get() and derived_weights.has_panels(x, weight, bias)
+
+
+class _Chosen(NamedTuple):
+    """The calls of a program with some copies: one by one, and in command lists."""
+
+    copies: Sequence[Tensor | None]  # of all weights, in order
+    calls: Sequence[Callable[[], object]]
+    in_lists: Sequence[Callable[[], object]]
+
+
+class Calls:
+    """The calls of a program, whose products read copies of their weights while these exist.
+
+    Args:
+        calls: in order.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], object] | PanelOps] = ()) -> None:
+        self._calls = calls
+        of_panels = (each for each in calls if isinstance(each, PanelOps))
+        self._weights = [op.weight for each in of_panels for op in each.ops]
+        self._unpacked = self._now = self._with([None] * len(self._weights))
+        self._packed: _Chosen | None = None  # with the copies that were read last
+        self._validated_in: object = None  # the call in which the copies do not change any more
+        for weight in self._weights:
+            weight.tell(self)
+
+    def forget(self) -> None:
+        """Drops all references to copies, because one is gone."""
+        self._now, self._packed, self._validated_in = self._unpacked, None, None
+
+    def now(self, in_lists: bool) -> Sequence[Callable[[], object]]:
+        """Returns the calls of this step: one by one, or in command lists (`fastgen.ops.runtime`)."""
+        chosen = self._now  # read once: `forget` may come from another thread
+        if self._weights:
+            call = derived_weights.current_call()
+            if call.third_party_ran or self._validated_in is not call:
+                copies = {weight: weight.in_step() for weight in dict.fromkeys(self._weights)}  # each once in a step
+                chosen = self._now = self._choose([copies[weight] for weight in self._weights])
+                self._validated_in = call if all(weight.is_validated for weight in self._weights) else None
+        return chosen.in_lists if in_lists else chosen.calls
+
+    def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
+        for known in (self._unpacked, self._packed):
+            if known is not None and all(map(operator.is_, known.copies, copies)):
+                return known
+        self._packed = self._with(copies)
+        return self._packed
+
+    def _with(self, copies: Sequence[Tensor | None]) -> _Chosen:
+        calls: list[Callable[[], object]] = []
+        left = iter(copies)
+        for each in self._calls:
+            if isinstance(each, PanelOps):
+                calls += each.calls(list(itertools.islice(left, len(each.ops))))
+            else:
+                calls.append(each)
+        return _Chosen(copies, calls, runtime.with_command_lists(calls))

@@ -1,9 +1,9 @@
 """The engine: takes requests from any thread and batches them for the model.
 
-`requests` defines a request, `options` makes and checks it, and `waiting` holds the requests that have not run.
-`continuous` runs them, through `calls` where a call of `generate` is needed; `planning` decides which requests are
-cheap together, and `adapters` handles peft's models. `engine` is the interface, and `foreground` runs a list of
-requests in the calling thread. Importing this package imports none of these modules.
+`engine` is the interface. `requests` defines a request, `options` makes and checks it. `waiting` gives the requests,
+of all threads or of a list, to `continuous`, which runs them: in slots, or by `calls` of `generate`. `planning` decides
+which requests run together, `prefills` what of a prefill is known, and `models` what a model allows. `generate_batch`
+hooks Transformers' own interface. Importing this package imports none of these modules.
 """
 
 from __future__ import annotations

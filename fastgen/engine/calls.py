@@ -1,36 +1,39 @@
-"""Runs one call of `model.generate` for several requests, and decides which models allow that."""
+"""Calls of `model.generate`: one for several requests (`call`), and those of a model with its own (`OwnGenerate`).
+
+A `generate` of the model's own, such as Whisper's, prepares inputs, calls the library's `generate` once or for each
+window of a recording, and builds its result from what that returns. So that these inner calls run in slots, it runs in
+a thread of its own, but never at the same time as the engine's thread: it blocks from its call of the library's
+`generate` until the result is there. The inner call is an ordinary request.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen import patching, releases
-from fastgen.decoding import library_code, torch_functions
-from fastgen.decoding.modules import modules_of, runs_own_forward
-from fastgen.engine import adapters
-from fastgen.engine.options import least_new_tokens, options_of, why_by_itself
+from fastgen import openmp, patching
+from fastgen.engine import models
+from fastgen.engine.options import least_new_tokens, make_inner, options_of
 from fastgen.engine.requests import Request, is_form
-from fastgen.locks import forkable_lock
-from fastgen.optimizer.transformers import buckets, models, row_adapters, states
+from fastgen.interrupts import forkable_lock
+from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.encoders.stacks import way_of
+from fastgen.optimizer.transformers.entering import Elsewhere, running_elsewhere
 
 # Held by the engine that draws from torch's generator, which all threads share. A call may wait, in the user's code,
 # for a call of another engine, so an engine proceeds without the lock after this many seconds.
 _draws = forkable_lock()
 _PATIENCE = 10.0
-# Attributes by which peft's layers, and Transformers' own interface to peft, select the adapters of a forward pass.
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def call(model: Any, batch: Sequence[Request], enters_slots: bool = False) -> list[Any]:
@@ -57,14 +60,14 @@ def _having(model: Any, adapter: str | None, rows: int) -> Iterator[dict[str, An
     if adapter is None:
         yield {}
         return
-    inside = adapters.model_inside(model)
+    inside = models.model_inside(model)
     with fast_layers(inside):
-        is_served = patching.is_active() and alone_for_model(model) is None
+        is_served = patching.is_active() and models.alone_for_model(model) is None
         if is_served and row_adapters.unsupported(inside, adapter) is None and row_adapters.has_forms(inside):
             with row_adapters.choosing(inside, (adapter,)):
                 yield {}
         else:
-            yield {adapters.ADAPTER_NAMES: [adapter] * rows}
+            yield {models.ADAPTER_NAMES: [adapter] * rows}
 
 
 @contextlib.contextmanager
@@ -90,7 +93,7 @@ def drawing(batch: Sequence[Request], device: torch.device) -> Iterator[None]:
 def by_itself(model: Any, request: Request, options: dict[str, Any]) -> Any:
     """Returns the result of a call for this request alone."""
     given = {name: _copied(value) for name, value in {**request.inputs, **options}.items()}
-    with adapters.without_hooks_left(model, options):
+    with models.without_hooks_left(model, options):
         return (request.generate or model.generate)(**given)
 
 
@@ -175,72 +178,110 @@ def written(generated: Tensor, config: Any) -> list[int]:
     return torch.where(ends.any(dim=1), first, generated.shape[1]).tolist()
 
 
-def pads(model: Any) -> bool:
-    """Whether requests of different lengths may share a batch: padding is known not to change their results."""
-    model = adapters.model_that_decodes(model)
-    if model.config.is_encoder_decoder:
-        return way_of(model.get_encoder()) is not None
-    return buckets.ignores_padding(model)
+class _Abandoned(BaseException):
+    """Ends a call whose result nobody wants any more."""
 
 
-def what_shares_a_call(model: Any) -> str:
-    """Says, in a sentence, which requests of a model share a static batch."""
-    reason = alone_for_model(model) or why_by_itself(adapters.model_inside(model))
-    if reason is not None:
-        return f"each request has a call of its own: {reason}"
-    return f"requests {'' if pads(model) else 'of one length '}that agree in their options share a call"
+class OwnGenerate:
+    """One request, run by the model's own `generate`.
 
-
-def alone_for_model(model: Any) -> str | None:
-    """Returns why requests of this model must not share a batch now; None if they may. A whitelist decides."""
-    reason = adapters.alone_for_adapters(model)
-    if reason is not None:
-        return reason
-    inside, model = adapters.model_inside(model), adapters.model_that_decodes(model)
-    kind = type(model)
-    is_known = kind.__module__.startswith("transformers.models.") and kind.__name__ in releases.MODELS
-    known = (buckets.is_decoder, states.are_known, models.has_independent_rows)
-    is_known |= all(any(knows(part) for knows in known) for part in models.parts_that_decode(model))
-    if not is_known:
-        return f"{kind.__name__} is not known to treat the rows of a batch alike"
-    if not (runs_own_forward(model) and library_code.is_own(kind.forward)) or torch_functions.unusual() is not None:
-        return "other code in the place of the library's"
-    reason = models.modules_unsupported(inside)
-    if reason is None and models.rows_depend_on_each_other(model):
-        reason = "what the model says of an input depends on the others of the batch"
-    return reason
-
-
-def state_of(model: Any) -> list[tuple[Any, ...]]:
-    """Returns a list that stays equal while the model keeps its weights, modules, mode and adapters within a call."""
-    found: list[tuple[Any, ...]] = []
-    for module in modules_of(model):
-        own = vars(module)
-        found.append((id(module), module.training, *(repr(own[name]) for name in _OF_ADAPTERS if name in own)))
-        for weight in module._parameters.values():
-            # A forward pass replaces weights that are fetched for it, and position tables that it rebuilds for longer
-            # inputs.
-            if weight is None or weight.is_meta or (isinstance(module, nn.Embedding) and not weight.requires_grad):
-                continue
-            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-            found.append((id(weight), place, weight.requires_grad, 0 if weight.is_inference() else weight._version))
-    return found
-
-
-class ModelState:
-    """The state of a model when `has_changed` was last called.
+    Args:
+        model: the model whose `generate` runs.
+        inside: the model whose steps the engine runs; calls of any other one run as they are.
+        request: a request of that model.
+        most_rows: limit of rows of an inner request.
+        changes: how often the model has changed so far.
 
     Attributes:
-        latest: the state.
-        changes: how often the state has changed.
+        outcome: what the call returns or raises, once it is over.
+        changes: as given.
+        thread: the thread in which it runs.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model, self.changes = model, 0
-        self.latest: list[tuple[Any, ...]] | None = None
+    def __init__(self, model: Any, inside: Any, request: Request, most_rows: int, changes: int) -> None:
+        self.request, self.changes = request, changes
+        self.outcome: Any = None
+        self._model, self._inside, self._most_rows = model, inside, most_rows
+        self._inner: Request | None = None
+        self._is_over, self._is_abandoned = False, False
+        self._may_run, self._stands = threading.Semaphore(0), threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, args=(self._ask,), name="fastgen-generate", daemon=True)
+        request.future.add_done_callback(lambda done: self._end_inner())  # in case it is cancelled
 
-    def has_changed(self) -> bool:
-        """Whether the state differs from that of the previous call."""
-        before, self.latest = self.latest, state_of(self._model)
-        self.changes += self.latest != before
-        return self.latest != before
+    @property
+    def why_alone(self) -> list[str]:
+        """The reason for running alone, if the request did."""
+        return [self.request.alone] if self._inner is None and self.request.alone is not None else []
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it is not waiting for an inner request."""
+        return self._inner is None or self._inner.future.done()
+
+    def go_on(self) -> Request | None:
+        """Runs the call to its next inner request, and returns that; None if it is over. Blocks the caller."""
+        openmp.end_team()  # of this thread, because the other one computes now
+        if self.thread.ident is None:
+            self._start()
+        else:
+            self._may_run.release()
+        try:
+            self._stands.acquire()
+        except BaseException:  # an interrupt
+            self.abandon()
+            raise
+        return None if self._is_over else self._inner
+
+    def abandon(self) -> None:
+        """Ends the call's thread instead of continuing it."""
+        self._is_abandoned = True
+        self._may_run.release()
+
+    def _start(self) -> None:
+        try:
+            self.thread.start()
+        except RuntimeError:  # no more threads can start: the call runs to its end in this one
+            self._run(self._as_ever)
+
+    # ---- in the thread of the call
+
+    def _run(self, how: Elsewhere) -> None:
+        try:
+            with running_elsewhere(how):
+                self.outcome = by_itself(self._model, self.request, self.request.options)
+        except BaseException as error:  # user code may raise anything
+            self.outcome = error
+        self._is_over = True
+        self._stop()
+
+    def _stop(self) -> None:
+        openmp.end_team()
+        self._stands.release()
+
+    def _ask(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
+        """Replaces a call of the library's `generate` by a request to the engine, and returns its result."""
+        self._end_if_abandoned()
+        is_own = model is self._inside  # user code may call other models, or exchange a part
+        made = make_inner(model, arguments, self._most_rows, self.request.seed) if is_own else None
+        if made is None:
+            return self._as_ever(model, arguments, as_ever)
+        self._inner = made
+        if self.request.future.done():
+            self._end_inner()
+        self._stop()
+        self._may_run.acquire()
+        self._end_if_abandoned()
+        return made.future.result()
+
+    def _as_ever(self, model: Any, arguments: dict[str, Any], as_ever: Callable[[], Any]) -> Any:
+        """Runs the call itself, without the engine."""
+        with running_elsewhere(None), drawing([self.request], model.device):
+            return as_ever()
+
+    def _end_inner(self) -> None:
+        if self._inner is not None:
+            self._inner.future.cancel()
+
+    def _end_if_abandoned(self) -> None:
+        if self._is_abandoned:
+            raise _Abandoned

@@ -15,20 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen import patching, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.engine import adapters
-from fastgen.engine.calls import ModelState, alone_for_model, call, pads, what_shares_a_call, written
-from fastgen.engine.drafts import Drafts
-from fastgen.engine.kv_budget import ExceedsBudget, KVBudget
-from fastgen.engine.own_generate import OwnCalls
-from fastgen.engine.planning import Arrivals, Costs, Entered, next_batch
+from fastgen.engine import models
+from fastgen.engine.calls import OwnGenerate, call, written
+from fastgen.engine.planning import Arrivals, Drafts, Entered, ExceedsBudget, KVBudget, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
-from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.kind import Kind
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
 from fastgen.optimizer.transformers.captured.pays import is_repeatable
 from fastgen.optimizer.transformers.captured.slots import Slot, Slots
 from fastgen.optimizer.transformers.entering import entering
@@ -64,16 +59,16 @@ class ContinuousBatches:
     def __init__(
         self, model: Any, most_rows: int, cache_bytes: int | None = None, max_stall: float | None = 1.0, lookup: int = 0
     ) -> None:
-        self.model, self._inside, self.most_rows = model, adapters.model_that_decodes(model), most_rows
+        self.model, self._inside, self.most_rows = model, models.model_that_decodes(model), most_rows
         has_encoder = bool(self._inside.config.is_encoder_decoder)
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
-        self.prefills = Prefills(self._inside, pads(model), has_encoder, max_stall)
-        self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
+        self.prefills = Prefills(self._inside, models.pads(model), has_encoder, max_stall)
+        self._budget = KVBudget(cache_bytes, has_encoder)
         self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
         self._entered, self._expected = Entered(), 0  # requests waiting at the latest choice that could share a step
         self._is_for_itself = False  # the latest failure to enter concerns that request alone
-        self._state = ModelState(model)  # the state in which requests entered slots
-        self._adapters, self._drafts = adapters.Served(), Drafts(lookup)
+        self._state = models.ModelState(model)  # the state in which requests entered slots
+        self._adapters, self._drafts = models.Served(), Drafts(lookup)
         self.reset()
 
     def reset(self) -> None:
@@ -81,31 +76,33 @@ class ContinuousBatches:
         self._in_use: list[Slots] = []
         self._running: list[Slot] = []  # in the order in which they entered
         self._again: list[Request] = []  # requests that begin again, before new ones begin
-        self._own = OwnCalls(self.model, self._inside, self.most_rows)
+        self._own: list[OwnGenerate] = []  # unfinished calls of the model's own `generate`
 
     @property
     def has_slots(self) -> bool:
         """Whether requests of this model run in slots under the present settings."""
-        is_on = patching.is_active() and settings.current().captured_step != "never"
-        device = self._inside.device
-        is_served = is_on and device.type == "cpu" and graph.unavailable(device) is None
-        return is_served and alone_for_model(self.model) is None
+        return models.has_slots(self.model)
 
     @property
     def busy(self) -> int:
         """Number of occupied slots."""
         return sum(step.rows for step in list(self._in_use))  # copied, because other threads ask, too
 
+    @property
+    def _own_may_go_on(self) -> bool:
+        return any(own.may_go_on for own in self._own)
+
     def runs_in(self, thread: Any) -> bool:
         """Whether a request runs in this thread, other than the executor's own, while the executor waits for it."""
-        return self._own.run_in(thread)
+        return any(own.thread is thread for own in list(self._own))
 
     def stats(self) -> dict[str, Any]:
         """Returns the executor's part of `Engine.stats`."""
         has_slots = self.has_slots
+        why = "requests enter and leave while others go on" if has_slots else models.what_shares_a_call(self.model)
         return {
             "executor": "slots" if has_slots else "static batches",
-            "why": "requests enter and leave while others go on" if has_slots else what_shares_a_call(self.model),
+            "why": why,
             "alone": dict(self.alone),
             "slots": self.most_rows,
             "busy": self.busy,
@@ -119,7 +116,7 @@ class ContinuousBatches:
     def choose(self, waiting: list[Request]) -> list[Request]:
         """Takes the requests that run next from the list: the first and others of its call; none if it must wait."""
         free = self.most_rows - self.busy
-        if waiting[0].rows > free or self._again or self._own.some_may_go_on:
+        if waiting[0].rows > free or self._again or self._own_may_go_on:
             return []
         is_time = self._arrivals.has_come(free, len(waiting) * waiting[0].rows, bool(self._running))
         return self._chosen(waiting, free) if is_time else []
@@ -135,7 +132,7 @@ class ContinuousBatches:
     def _chosen(self, waiting: list[Request], free: int) -> list[Request]:
         first = waiting[0]
         if self._runs_static(first):
-            shares = alone_for_model(self.model) is None
+            shares = models.alone_for_model(self.model) is None
             like = [each for each in waiting if each.group == first.group] if shares else [first]
             chosen = self._cheapest(like, self.most_rows)
         else:
@@ -160,8 +157,8 @@ class ContinuousBatches:
 
     def _cheapest(self, like: Sequence[Request], most_rows: int) -> list[Request]:
         """Picks, from requests that may share a batch, those that are cheapest together with the first."""
-        length = None if pads(self.model) else like[0].length
-        return next_batch([each for each in like if length in (None, each.length)], most_rows, self._costs)
+        length = None if models.pads(self.model) else like[0].length
+        return next_batch([each for each in like if length in (None, each.length)], most_rows)
 
     def _runs_static(self, request: Request) -> bool:
         may_enter = self.has_slots and self._entered.may(request.prefill_group)
@@ -171,9 +168,12 @@ class ContinuousBatches:
 
     def steps(self, more: Callable[[], list[Request]]) -> Iterator[None]:
         """Runs the requests that `more` returns, now and later, and settles their futures."""
-        with self._own:  # an error ends the calls that are left
+        try:
             while (requests := self._next(more)) or self._running or self._own:
                 yield from self._run(requests, more)
+        finally:  # after an error, some are left
+            while self._own:
+                self._own.pop().abandon()
 
     def _run(self, requests: list[Request], more: Callable[[], list[Request]]) -> Iterator[None]:
         if self._running or (requests and not self._runs_static(requests[0])):
@@ -208,7 +208,7 @@ class ContinuousBatches:
                 self._advance(step)
             self._make_room()
             most = _SHARED_TURN if graph.is_wanted(self._inside.device) else _TURN
-            if self._own.some_may_go_on or time.monotonic() - begin > most:
+            if self._own_may_go_on or time.monotonic() - begin > most:
                 return  # after a step, and before asking for the next requests, which affects the counts
             requests = self._next(more)
 
@@ -234,7 +234,7 @@ class ContinuousBatches:
             request.future.begun = request.future.begun or time.perf_counter()
         self._evict_if_changed()
         if batch[0].has_inner_requests and self.has_slots and not batch[0].is_static:
-            self._own.begin(batch[0], self._state.changes)
+            self._own.append(OwnGenerate(self.model, self._inside, batch[0], self.most_rows, self._state.changes))
             return
         is_static, self._is_for_itself = self._runs_static(batch[0]), False
         with contextlib.ExitStack() as way:
@@ -251,10 +251,13 @@ class ContinuousBatches:
 
     def _run_own(self) -> None:
         """Continues the calls of the model's own `generate`, and collects their inner requests or their results."""
-        for own, inner in self._own.go_on():
+        for own in [each for each in self._own if each.may_go_on]:
+            inner = own.go_on()
             if inner is not None:
                 self._again.append(inner)
-            elif self._evict_if_changed() or own.changes != self._state.changes:
+                continue
+            self._own.remove(own)
+            if self._evict_if_changed() or own.changes != self._state.changes:
                 self._run_again([own.request], error=RuntimeError(CHANGED))
             else:
                 self.alone.update(own.why_alone)
@@ -262,14 +265,11 @@ class ContinuousBatches:
 
     def _outcome(self, batch: list[Request], enters_slots: bool) -> Any:
         """Returns the results of a call, or the exception that it raises."""
-        first, begin = batch[0], time.perf_counter()
         try:
             results = call(self.model, batch, enters_slots)
         except BaseException as error:  # user code may raise anything, and nothing must end the engine's thread
             return error
-        self.counts.update(batches=1, rows=sum(each.rows for each in batch), repeated=int(first.repeats > 0))
-        if first.alone is None and self.prefills.max_stall is not None:
-            self._costs.note_call(batch, time.perf_counter() - begin)
+        self.counts.update(batches=1, rows=sum(each.rows for each in batch), repeated=int(batch[0].repeats > 0))
         return results
 
     def _settle_call(self, batch: list[Request], outcome: Any, is_static: bool) -> None:
@@ -290,7 +290,7 @@ class ContinuousBatches:
             says_nothing = is_static or self._is_for_itself or len(self._in_use) >= MOST_IN_USE
             if not (has_failed or says_nothing):
                 self._entered.note_declined(first.prefill_group)
-            reason = first.alone or alone_for_model(self.model) or (None if is_static else DECLINED)
+            reason = first.alone or models.alone_for_model(self.model) or (None if is_static else DECLINED)
             if reason and len(batch) == 1:
                 self.alone[reason] += 1
         for request, result in zip(batch, [outcome] * len(batch) if has_failed else outcome, strict=True):

@@ -20,9 +20,10 @@ from fastgen.engine import ENTRY_POINT
 from fastgen.engine.calls import written
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.engine import ROWS
-from fastgen.engine.foreground import turns
-from fastgen.engine.options import make, why_by_itself
+from fastgen.engine.models import why_by_itself
+from fastgen.engine.options import make
 from fastgen.engine.requests import Request
+from fastgen.engine.waiting import turns
 
 _log = logging.getLogger("transformers.generation.continuous_batching")
 

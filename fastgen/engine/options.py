@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.engine import adapters
+from fastgen.engine import models
 from fastgen.engine.requests import Request, inputs_of, is_form, is_of_the_engine, row_of, with_own_forms
-from fastgen.optimizer.transformers.models import text_config
 
 # Arguments of `generate` that are not part of a generation config.
 _OF_THE_LOOP = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")
@@ -63,10 +62,6 @@ _SEEDS = range(-(2**63), 2**64)
 # Options with which Whisper's own `generate` changes the model.
 _CHANGE_MODEL = ("return_token_timestamps", "assistant_model")
 
-# Names in configurations for the number of positions of a decoder, and of an encoder: the first that exists counts.
-_POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_position_embeddings")
-_SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
-
 
 def make(
     model: Any, inputs: Any, generation_config: Any, options: Mapping[str, Any], seed: int | None, most_rows: int
@@ -76,8 +71,8 @@ def make(
     Raises:
         ValueError: `generate` would refuse it, or it does not fit.
     """
-    given, outer, model = inputs_of(model, inputs), model, adapters.model_inside(model)
-    given = adapters.name_tokens(outer, model, given)
+    given, outer, model = inputs_of(model, inputs), model, models.model_inside(model)
+    given = models.name_tokens(outer, model, given)
     twice = sorted(given.keys() & options.keys())
     if twice:
         raise ValueError(f"among the inputs and as an option: {', '.join(twice)}")
@@ -85,7 +80,7 @@ def make(
         options = {**options, "generation_config": generation_config}
     options = _own(options)
     made = Request(given, options, _index("seed", seed, _SEEDS))
-    made.alone, own = adapters.alone_for_adapters(outer), why_by_itself(model)
+    made.alone, own = models.alone_for_adapters(outer), models.why_by_itself(model)
     if own is not None:
         made.has_inner_requests = made.alone is None and _has_inner_requests(outer, model, options, made.seed)
         made.alone = own
@@ -141,9 +136,9 @@ def _first(value: Any) -> Any:
 def _check(made: Request, outer: Any, model: Any, most_rows: int) -> None:
     """Checks what a request asks for, and sets what may share its batch. ValueError: `generate` would refuse it."""
     given, options = made.inputs, made.options
-    adapters.choose_config(outer, model)
-    made.adapter = adapters.take_adapter(outer, model, options)
-    of_peft = adapters.arguments_of(outer, options)
+    models.choose_config(outer, model)
+    made.adapter = models.take_adapter(outer, model, options)
+    of_peft = models.arguments_of(outer, options)
     of_model = {name: value for name, value in options.items() if name not in of_peft}
     made.config, others, has_default_length = _checked(model, given, of_model)
     made.rows = max(made.config.num_beams or 1, made.config.num_return_sequences or 1)
@@ -181,7 +176,9 @@ def _checked(model: Any, given: dict[str, Any], options: dict[str, Any]) -> tupl
             model._get_deprecated_gen_repo(mode, options.get("trust_remote_code"), custom)
         if made.stop_strings is not None and options.get("tokenizer") is None:
             raise ValueError("stop_strings need the tokenizer: give it as an option")
-        is_plain = all(_is_the_librarys(type(model), name) and name not in vars(model) for name in _LOOK_AT_VALUES)
+        is_plain = all(
+            models.is_the_librarys(type(model), name) and name not in vars(model) for name in _LOOK_AT_VALUES
+        )
         if custom is None and is_plain:
             tried, one = copy.copy(made), torch.ones(1, 1, dtype=torch.long)
             tried.watermarking_config = None  # it would make a table of a million numbers
@@ -221,7 +218,7 @@ def _lengths(model: Any, request: Request, names: Iterable[str], has_default_len
     """
     config, prompt = request.config, None if request.tokens is None else request.length
     if model.config.is_encoder_decoder:
-        source = positions_of(model.config, of_source=True)
+        source = models.positions_of(model.config, of_source=True)
         if source is not None and request.length > source:
             raise ValueError(f"the input has {request.length} tokens, the model {source} positions")
         prompt = None if any(name.startswith("decoder_input") for name in names) else 1
@@ -238,7 +235,7 @@ def _lengths(model: Any, request: Request, names: Iterable[str], has_default_len
             f"no room for new tokens: a prompt of {prompt}, max_new_tokens {config.max_new_tokens}, "
             f"max_length {config.max_length}"
         )
-    positions = positions_of(model.config)
+    positions = models.positions_of(model.config)
     if positions is not None and prompt + new_tokens - 1 > positions:  # the model does not read the last token
         raise ValueError(
             f"{prompt} tokens and {new_tokens} new ones (max_new_tokens): the model has {positions} positions"
@@ -334,30 +331,10 @@ def _is_on(name: str, value: Any) -> bool:
     return bool(value) and value != _OFF.get(name)
 
 
-def positions_of(config: Any, of_source: bool = False) -> int | None:
-    """Returns how many positions a model's decoder has, or, with `of_source`, its encoder; None for no limit."""
-    if not of_source:
-        config = text_config(config)
-    names = _SOURCE_POSITIONS if of_source else _POSITIONS
-    return next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
-
-
-def why_by_itself(model: Any) -> str | None:
-    """Returns why a request of a model that overrides the library's `generate`, as Whisper does, has a call of its own;
-    None for other models.
-    """
-    kind = type(model)
-    return None if _is_the_librarys(kind, "generate") else f"{kind.__name__} has a generate of its own"
-
-
 def _has_inner_requests(outer: Any, model: Any, options: Mapping[str, Any], seed: int | None) -> bool:
     """Whether calls of the library's `generate` by the model's own may run in slots."""
     changes_model = any(options.get(name) for name in _CHANGE_MODEL)
     # A seed covers all windows of a recording, whose calls draw one after the other.
     has_one_seed = seed is None or type(model).__name__ != "WhisperForConditionalGeneration"
-    is_served = has_one_seed and not (changes_model or adapters.arguments_of(outer, options))
-    return is_served and adapters.asks_library(model)
-
-
-def _is_the_librarys(kind: type, name: str) -> bool:
-    return inspect.getattr_static(kind, name, None) is vars(GenerationMixin)[name]
+    is_served = has_one_seed and not (changes_model or models.arguments_of(outer, options))
+    return is_served and models.asks_library(model)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastgen.decoding.kv.prefixes import BLOCK, PrefixCache
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.sources import Sources
+from fastgen.decoding.prompt_caches import BLOCK, PrefixCache, Sources
 from fastgen.engine.planning import mean
 from fastgen.engine.requests import Request
 from fastgen.memory import free_host_memory

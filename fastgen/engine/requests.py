@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
 

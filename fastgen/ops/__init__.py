@@ -1,44 +1,50 @@
-"""Operators: one module each, with its schema, its reference in plain torch and the choice of backend.
+"""Operators: modules with their schemas, their references in plain torch and the choice of backend.
 
 Importing this package is cheap. An operator's module imports torch, so only code that needs the operator imports it:
 
     from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-
-Every operator module defines `backend() -> str`, a short phrase that tells what serves the operator in this process.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-OPERATORS = (
-    "approximate_logits",
-    "attention",
-    "best_candidates",
-    "elementwise",
-    "exact_cast",
-    "fingerprint",
-    "kv_write",
-    "linear.choose",
-    "linear.experts",
-    "linear.grouped",
-    "linear.kernels",
-    "linear.panels",
-    "no_repeat_ngram",
-    "packed_attention",
-    "quantized_linear",
-    "rms_norm",
-    "search_step",
-    "sort_rows",
-    "top_p",
-    "top_two",
-)
-"""The operators by name, which is also the name of their module in this package."""
+OPERATORS = {
+    "approximate_logits": ("approximate_logits", "largest_output_out"),
+    "attention": ("attention", "decode_attention_out"),
+    "best_candidates": ("search_step", "best_candidates_out"),
+    "elementwise": ("elementwise", "elementwise"),
+    "exact_cast": ("linear.panels", "exact_cast_out"),
+    "fingerprint": ("fingerprint", "fingerprint"),
+    "kv_write": ("kv_write", "kv_write"),
+    "linear.choose": ("linear.choose", None),
+    "linear.experts": ("linear.choose", "expert_linear_out"),
+    "linear.grouped": ("linear.grouped", "grouped_linear_out"),
+    "linear.kernels": ("linear.kernels", "gemm_out"),
+    "linear.panels": ("linear.panels", "panels_gemm_batch_out"),
+    "no_repeat_ngram": ("no_repeat_ngram", "no_repeat_ngram_"),
+    "packed_attention": ("packed_attention", "packed_attention"),
+    "quantized_linear": ("quantized_linear", None),
+    "rms_norm": ("rms_norm", "rms_norm_out"),
+    "search_step": ("search_step", "take_beams_"),
+    "sort_rows": ("search_step", "sort_rows_out"),
+    "top_p": ("search_step", "sort_rows_out"),
+    "top_two": ("search_step", "top_two_out"),
+}
+"""By name: the module that defines them, and an operator whose kernels stand for all; None if the module's `backend`
+tells what serves them.
+"""
 
 
 def backends() -> dict[str, str]:
-    """Returns what serves each operator: `{"no_repeat_ngram": "C++ (csrc)", ...}`, or "torch reference" and the reason.
+    """Returns what serves each of `OPERATORS`: `{"no_repeat_ngram": "C++ (csrc)", ...}`, or "torch reference" and why.
 
     Imports torch and the operators.
     """
-    return {name: import_module(f"{__name__}.{name}").backend() for name in OPERATORS}
+    from fastgen.ops import _library
+
+    modules = {name: import_module(f"{__name__}.{module}") for name, (module, _) in OPERATORS.items()}
+    return {
+        name: modules[name].backend() if operator is None else _library.backend(f"fastgen::{operator}")
+        for name, (_, operator) in OPERATORS.items()
+    }

@@ -135,9 +135,9 @@ def backend(operator: str) -> str:
     return ", ".join(phrases)
 
 
-def asking(operator: str) -> tuple[Callable[[], bool], Callable[[], str]]:
-    """Returns two functions for an operator: whether it has a kernel for the CPU, and `backend`."""
-    return functools.cache(functools.partial(has_kernel, operator)), functools.partial(backend, operator)
+def availability(operator: str) -> Callable[[], bool]:
+    """Returns a function for an operator: whether it has a kernel for the CPU."""
+    return functools.cache(functools.partial(has_kernel, operator))
 
 
 def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]:

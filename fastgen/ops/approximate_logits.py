@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import grouped
+from fastgen.ops.linear import fit_in_float32, grouped
 from fastgen.ops.linear.grouped import PackedWeight
-from fastgen.ops.top_two import MASKED
+from fastgen.ops.search_step import MASKED
 
 # Logits that the kernel compares at a time (csrc/cpu/largest_output.cpp).
 _BLOCK = 256
@@ -147,16 +147,7 @@ def argmax_out(
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether there is a kernel for x [M, K], a weight [N, K] and a bias [N], all in float32."""
-    return (
-        all(each.dtype is torch.float32 and each.device.type == "cpu" for each in (x, weight))
-        and x.dim() == weight.dim() == 2
-        and x.shape[1] == weight.shape[1]
-        and min(*x.shape, *weight.shape) > 0
-        and x.stride(1) == 1
-        and weight.is_contiguous()
-        and (bias is None or (bias.dtype is torch.float32 and bias.shape == weight.shape[:1] and bias.is_contiguous()))
-        and is_available()
-    )
+    return fit_in_float32(x, weight, bias) and is_available()
 
 
 @functools.cache
@@ -165,8 +156,7 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::largest_output_out") and grouped.unavailable() is None
 
 
-backend = functools.partial(_library.backend, "fastgen::largest_output_out")
-# Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head_pass`). Nobody calls them.
+# Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head`). Nobody calls them.
 _library.define("approximate_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("argmax_of_logits(Tensor logits, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(

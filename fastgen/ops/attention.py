@@ -13,7 +13,7 @@ Shapes, used throughout:
     suffix                  [rows, kv heads, T, dim], or None while there is none
 
 `decode_attention` is the operator, with kernels for the CPU (csrc/cpu/decode_attention.cpp) and for NVIDIA GPUs
-(gpu/attention.py). They split a sequence into parts that are processed in parallel and merged by their maxima and
+(gpu/launches.py). They split a sequence into parts that are processed in parallel and merged by their maxima and
 sums, as in flash-decoding (Dao et al., 2023) and, for a shared prefix, in FlashInfer's cascade inference (Ye et al.,
 2024).
 
@@ -30,16 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, gpu
-from fastgen.ops.half_precision import upcast
+from fastgen.ops.linear.choose import upcast
 
 # The most query rows (per_input * query heads per kv head * Q) for which the CPU kernel is faster than torch: without a
 # suffix, and with one, for which torch needs two products each and a softmax instead of one fused kernel. Beyond,
 # blocked matrix products over many rows save more than memory traffic costs; bfloat16 products even have their own
 # hardware. Measured with AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
 MAX_ROWS = {torch.float32: (12, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
-
-
-backend = functools.partial(_library.backend, "fastgen::decode_attention_out")
 
 
 @functools.cache
@@ -109,9 +106,9 @@ def decode_attention(
             raise
     _check(*given[:6], suffix_lengths, ancestry, window, causal, row_map)
     if on_gpu:
-        from fastgen.ops.gpu import attention as kernels
+        from fastgen.ops.gpu import launches as kernels
 
-        return kernels.launch(
+        return kernels.launch_attention(
             *given, starts=starts, ends=ends, suffix_lengths=suffix_lengths, ancestry=ancestry, window=window,
             causal=causal, splits=splits,
         )  # fmt: skip

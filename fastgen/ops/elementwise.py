@@ -260,5 +260,5 @@ def _padded(sizes: Sequence[int]) -> list[int]:
     return [*sizes, *[0] * (_MAX_DIMS - len(sizes))]
 
 
-is_available, backend = _library.asking("fastgen::elementwise")
+is_available = _library.availability("fastgen::elementwise")
 _library.define("elementwise(Tensor(a!)[] memory, Tensor code) -> ()")

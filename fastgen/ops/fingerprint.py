@@ -23,5 +23,5 @@ def fingerprint(x: Tensor) -> int:
     return torch.ops.fastgen.fingerprint.default(x)
 
 
-is_available, backend = _library.asking("fastgen::fingerprint")
+is_available = _library.availability("fastgen::fingerprint")
 _library.define("fingerprint(Tensor x) -> int")

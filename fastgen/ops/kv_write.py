@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -30,9 +29,10 @@ def kv_write(
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
     """
-    is_served = keys.is_cpu and _library.has_kernel("fastgen::kv_write") and not gpu.available(keys)
-    fits = keys.dtype in gpu.KERNEL_TYPES and position.dtype == torch.int64
-    if is_served and fits and key_cache.shape[:3] == value_cache.shape[:3]:
+    on_gpu = row_map is None and keys.dtype in gpu.KERNEL_TYPES
+    on_gpu = on_gpu and gpu.available(keys, values, key_cache, value_cache, position)
+    is_served = keys.is_cpu and position.dtype == torch.int64 and _library.has_kernel("fastgen::kv_write")
+    if is_served and not on_gpu and key_cache.shape[:3] == value_cache.shape[:3]:
         try:  # the kernel checks its arguments itself, faster than Python would
             torch.ops.fastgen.kv_write(keys, values, key_cache, value_cache, position, row_map)
         except RuntimeError:
@@ -40,15 +40,12 @@ def kv_write(
             raise
         return
     _check(keys, values, key_cache, value_cache, position, row_map)
-    on_gpu = row_map is None and gpu.available(keys, values, key_cache, value_cache, position)
-    if keys.dtype not in gpu.KERNEL_TYPES or not on_gpu:
-        on_cpu = keys.device.type == "cpu" and _library.has_kernel("fastgen::kv_write")
-        write = torch.ops.fastgen.kv_write if on_cpu and position.dtype == torch.int64 else reference
-        write(keys, values, key_cache, value_cache, position, row_map)
+    if not on_gpu:
+        reference(keys, values, key_cache, value_cache, position, row_map)
         return
-    from fastgen.ops.gpu import kv_write as kernel
+    from fastgen.ops.gpu import launches
 
-    kernel.launch(keys, values, key_cache, value_cache, position)
+    launches.launch_kv_write(keys, values, key_cache, value_cache, position)
 
 
 def _check(
@@ -108,7 +105,6 @@ def reference(
         cache[rows, :, at] = torch.where(is_inside, new, cache[rows, :, at])
 
 
-backend = functools.partial(_library.backend, "fastgen::kv_write")
 _library.define(
     "kv_write(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor position,"
     " Tensor? row_map=None) -> ()"

@@ -10,7 +10,6 @@ Kernels: csrc/cpu/no_repeat_ngram.cpp and csrc/cuda/no_repeat_ngram.cu.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,9 +67,6 @@ def no_repeat_ngram_(
     return torch.ops.fastgen.no_repeat_ngram_.default(
         scores, tokens, lengths, n, context=context, context_lengths=context_lengths
     )
-
-
-backend = partial(_library.backend, "fastgen::no_repeat_ngram_")
 
 
 def reference(

@@ -69,7 +69,6 @@ def scale_of(dim: int, scale: float | None) -> float:
     return float(dim**-0.5) if scale is None else float(scale)
 
 
-backend = functools.partial(_library.backend, "fastgen::packed_attention")
 _SIGNATURE = "Tensor query, Tensor keys, Tensor values, Tensor lengths, float scale"
 _library.define(f"packed_attention({_SIGNATURE}) -> Tensor")
 _library.define(f"packed_attention.out({_SIGNATURE}, *, Tensor(a!) out) -> Tensor(a!)")

@@ -101,7 +101,7 @@ def backend() -> str:
     """Returns which implementation serves these operators."""
     missing = {precision: _missing(precision) for precision in PRECISIONS}
     there = [precision for precision, reason in missing.items() if reason is None]
-    phrases = [f"{grouped.backend()}: {', '.join(there)}"] if there else []
+    phrases = [f"{_library.backend('fastgen::grouped_linear_out')}: {', '.join(there)}"] if there else []
     phrases += [f"no {precision}: {reason}" for precision, reason in missing.items() if reason is not None]
     return "; ".join(phrases)
 

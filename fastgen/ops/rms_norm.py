@@ -6,8 +6,6 @@ On a GPU it is a Triton kernel, on the CPU the one of `elementwise`
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -45,9 +43,9 @@ def rms_norm(
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         torch.ops.fastgen.rms_norm_out(out, x.contiguous(), weight.contiguous(), eps, offset, rounds_scaled)
         return out
-    from fastgen.ops.gpu import rms_norm as on_gpu
+    from fastgen.ops.gpu import launches as on_gpu
 
-    return on_gpu.launch(x, weight, eps, offset, rounds_scaled)
+    return on_gpu.launch_rms_norm(x, weight, eps, offset, rounds_scaled)
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_scaled: bool = False) -> Tensor:
@@ -59,7 +57,6 @@ def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds
     return (value * (weight.to(value.dtype) + offset)).to(x.dtype)
 
 
-backend = partial(_library.backend, "fastgen::rms_norm_out")
 _library.define(
     "rms_norm_out(Tensor(a!) out, Tensor x, Tensor weight, float eps, float offset, bool rounds_scaled) -> ()"
 )

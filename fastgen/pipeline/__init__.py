@@ -1,7 +1,7 @@
 """Runs a model over a data set. A record passes through these files, in this order:
 
     settings.py   the options of a run
-    readers.py    INPUT, row by row; `inputs.py` makes a `Record` (`records.py`) of each, or says why it is skipped
+    readers.py    INPUT, row by row; `inputs.py` makes a `Record` of each, or says why it is skipped
     batches.py    records in windows, cut into batches, and `BatchStage`, which puts these through a model
     layouts.py    the form of a record's result: in the journal, and in each format
     writers.py    OUTPUT, as a file or as a stream; `journal.py` keeps what is finished, for --resume

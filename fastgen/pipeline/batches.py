@@ -2,7 +2,7 @@
 
 Records are read in windows, in input order. Each window is sorted by length and cut into batches, so that the rows of a
 batch have similar lengths and need little padding. The plan depends only on the lengths and the settings; therefore a
-seeded run can be repeated, and an interrupted one resumed.
+seeded run can be repeated, and an interrupted one resumed. `Collector` puts the results back in input order.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from fastgen import caches, memory
+from fastgen import memory
 from fastgen import settings as process_settings
 from fastgen.partition import cheapest
 from fastgen.pipeline.errors import SetupError, one_line
-from fastgen.pipeline.records import Problem, Record, Result
+from fastgen.pipeline.inputs import Record
+from fastgen.pipeline.layouts import Result
+from fastgen.pipeline.readers import Problem
 
 Output = TypeVar("Output")
 """What a model returns for some rows."""
 # With this many failures before the first success, the fault is not in the records.
 MOST_FAILURES = 8
 OUT_OF_MEMORY = "out-of-memory"
+# What to do about a damaged journal.
+START_OVER = "move it away or restore it, or start over with --overwrite"
 WINDOW_BATCHES = 64
 # A window is held in memory, and a streamed output appears window by window: of large batches, a window has fewer.
 WINDOW_RECORDS = 8192
@@ -233,7 +237,7 @@ def free_captured_steps(device: Any) -> bool:
     if device.type != "cuda":
         return False
     before = torch.cuda.memory_allocated(device)
-    caches.free_captured_steps()
+    memory.free_captured_steps()
     gc.collect()
     freed = before - torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
@@ -352,3 +356,67 @@ class BatchStage(ABC, Generic[Output]):
             self.limit = min(self.limit or self.size(rows), max(1, self.size(rows) // 2))
         gc.collect()
         torch.cuda.empty_cache()  # does nothing if CUDA is not in use
+
+
+class Collector:
+    """Turns batches, which come in the order in which they are processed, into records in input order.
+
+    Every method raises `SetupError` if windows and batches do not fit together, because records would be lost.
+
+    Args:
+        source: the origin of the batches, for messages.
+    """
+
+    def __init__(self, source: object = "the output") -> None:
+        self._source = source
+        self._window: Window | None = None
+        self.end = 0  # the position after the last window
+        self._complete = True
+        self._batches: set[int] = set()
+        self._results: dict[int, Result] = {}
+
+    def take(self, entry: Mapping[str, Any]) -> list[Result]:
+        """Takes an entry of the journal; returns the records of the window that it completes."""
+        if "window" in entry:
+            return self.open(Window(**entry["window"]))
+        if "batch" in entry:
+            return self.add(*(entry["batch"][name] for name in ("window", "index", "results")))
+        return []
+
+    def open(self, window: Window) -> list[Result]:
+        """Begins a window; returns its records at once if it has no batches."""
+        self.close(window.start)
+        self.end = window.start + window.count
+        self._window, self._complete, self._batches, self._results = window, False, set(), {}
+        return self._keep(window, window.bad)
+
+    def add(self, window: int, index: int, results: list[Result]) -> list[Result]:
+        """Takes the results of a batch; returns all records of the window with its last batch."""
+        if self._window is None or self._window.index != window:
+            raise self._damaged("a batch is without its window")
+        if index in self._batches:  # a batch that is in the journal twice counts once
+            return []
+        self._batches.add(index)
+        return self._keep(self._window, results)
+
+    def close(self, end: int) -> None:
+        """Ends the input: checks that the window has all batches, and that the windows reach to this position."""
+        if not self._complete:
+            raise self._damaged("a window lacks a batch")
+        if self.end != end:
+            raise self._damaged("a window is missing")
+
+    def _keep(self, window: Window, results: list[Result]) -> list[Result]:
+        positions = range(window.start, window.start + window.count)
+        self._results |= {result["position"]: result for result in results}
+        if any(result["position"] not in positions for result in results):
+            raise self._damaged("a record is not of its window")
+        if len(self._batches) < window.batches:
+            return []
+        if len(self._results) < window.count:
+            raise self._damaged("a window lacks records")
+        self._complete = True
+        return [self._results.pop(position) for position in positions]
+
+    def _damaged(self, fault: str) -> SetupError:
+        return SetupError(f"{self._source} is damaged: {fault} ({START_OVER})")

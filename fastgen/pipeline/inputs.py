@@ -1,4 +1,7 @@
-"""The records of a run: chooses the columns, and checks each record."""
+"""The records of a run: chooses the columns, and checks each record; and the conversations in records.
+
+Message contents for chat templates: those of models that take images may write only lists of parts, even for text.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,61 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.readers import LONGEST_TEXT, CsvSource, JsonLinesSource, Source, open_source
-from fastgen.pipeline.records import Problem, Record, Row
+from fastgen.pipeline.layouts import Result
+from fastgen.pipeline.readers import LONGEST_TEXT, CsvSource, JsonLinesSource, Problem, Row, Source, open_source
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions
 
 _MISSING = object()
 _MOST_NAMED = 50  # limit of columns in a message
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which UTF-8 cannot represent
+
+
+@dataclass(frozen=True)
+class Record:
+    """One input, from the reader to the model. `position` counts from 0; `line` is its line or row in the file, from 1.
+
+    A skipped record has a problem, and nothing else beside position, line and id.
+    """
+
+    position: int
+    line: int
+    id: Any
+    text: str = ""
+    reference: str | None = None
+    pair: str | None = None
+    """The second text, for a command that takes two."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """A conversation, of which `text` is the last message."""
+    kept: tuple[Any, ...] | None = None
+    """The values of the columns to keep, in their order."""
+    problem: Problem | None = None
+    """Why it is skipped."""
+    ids: Sequence[int] = ()
+    """Its tokens, once it has been tokenised."""
+    others: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Further model inputs for each token, such as which of two texts it belongs to."""
+    truncated: bool = False
+    """Whether tokens were cut off, because the model does not take so many."""
+
+    def skipped(self, problem: Problem) -> Record:
+        return Record(self.position, self.line, self.id, problem=problem)
+
+    def named(self) -> Result:
+        """Returns the beginning of its result."""
+        return {"position": self.position, "line": self.line, "id": self.id}
+
+    def error(self) -> Result:
+        """Returns the result of a skipped record."""
+        assert self.problem is not None
+        return self.named() | {"error": self.problem.kind, "message": self.problem.message}
 
 
 def choose_column(source: Source, settings: DataOptions) -> str:
@@ -259,3 +305,34 @@ def _not_text(value: Any) -> str | None:
     if not isinstance(value, str):
         return "it is not a string"
     return "it is not valid UTF-8" if _SURROGATE.search(value) else None
+
+
+# A text that no template writes by itself.
+_PROBE = "text of a message"
+
+
+def with_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages for a tokenizer's chat template: a text becomes a list of one part if only lists are written."""
+    if not reads_parts_only(tokenizer, str(tokenizer.chat_template)):
+        return [dict(message) for message in messages]
+    return [{**message, "content": _as_parts(message["content"])} for message in messages]
+
+
+@lru_cache(maxsize=64)
+def reads_parts_only(tokenizer: Any, template: str) -> bool:
+    """Whether a chat template writes contents that are lists of parts, but not contents that are texts.
+
+    Args:
+        template: the tokenizer's template, which may be replaced.
+    """
+    return not _writes(tokenizer, _PROBE) and _writes(tokenizer, _as_parts(_PROBE))
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _writes(tokenizer: Any, content: Any) -> bool:
+    with suppress(Exception):  # a template is a program, and may refuse what it does not know
+        return _PROBE in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    return False

@@ -17,11 +17,11 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained, one_line
-from fastgen.pipeline.records import Problem, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 
 CHUNK = 1 << 20
@@ -47,6 +47,23 @@ _ENCODINGS = {
     "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff|[^\0]\0\0\0|\0\0\0[^\0]"),
     "UTF-16": re.compile(rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]"),
 }
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a record is skipped: a kind, which is a short word for programs, and a message for people."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it is stored: its fields, or the problem in reading it. `line` counts from 1."""
+
+    line: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    problem: Problem | None = None
 
 
 class FileSource:
@@ -135,7 +152,10 @@ class JsonLinesSource(FileSource):
         self._stream = self._parsed()
         self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
         if all(row.problem for row in self._peeked):  # they are reported with the others, as rows without a text
-            self._peeked += _up_to_readable(self._stream)
+            for row in self._stream:
+                self._peeked.append(row)
+                if not row.problem:
+                    break
         self.has_rows = bool(self._peeked)
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
@@ -151,14 +171,6 @@ class JsonLinesSource(FileSource):
     def _parsed(self) -> Iterator[Row]:
         for row in super().rows():
             yield row if row.problem else _json_row(row.line, row.fields["text"])
-
-
-def _up_to_readable(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yields rows up to the first one without a problem, and no row behind it."""
-    for row in rows:
-        yield row
-        if not row.problem:
-            return
 
 
 def _json_row(line: int, text: str) -> Row:

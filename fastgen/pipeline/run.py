@@ -22,14 +22,12 @@ from typing import Any, ClassVar
 import fastgen
 from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, Resumed, Rules, Window, plan
 from fastgen.pipeline.errors import SetupError, StrictError
-from fastgen.pipeline.identity import environment, identity
-from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.layouts import Layout
+from fastgen.pipeline.inputs import Inputs, Record
+from fastgen.pipeline.journal import environment, identity
+from fastgen.pipeline.layouts import Layout, Result
 from fastgen.pipeline.loading import Loaded, check_path
-from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.records import Record, Result
 from fastgen.pipeline.settings import DataOptions
-from fastgen.pipeline.stages import Timing, run_stages
+from fastgen.pipeline.stages import Progress, Timing, run_stages
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, check_free, write_json
 
 _RESUMED_ELSEWHERE = (

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline import journal
-from fastgen.pipeline.batches import Window
+from fastgen.pipeline.batches import Collector, Window
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
-from fastgen.pipeline.journal import Collector, Journal, sync
-from fastgen.pipeline.layouts import GENERATION, Layout, error_line
+from fastgen.pipeline.journal import Journal, sync
+from fastgen.pipeline.layouts import GENERATION, Layout, Result, error_line
 from fastgen.pipeline.postprocess import MetricTotals
-from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import DataOptions, followed, is_special, unfinished_path
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")

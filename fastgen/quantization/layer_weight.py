@@ -19,7 +19,7 @@ from torch import Tensor
 from fastgen import patching, settings
 from fastgen.ops.gpu import grouped_linear as on_gpu
 from fastgen.ops.linear import grouped
-from fastgen.quantization.quantized_tensor import QuantizedTensor, check, values
+from fastgen.quantization.checkpoint import QuantizedTensor, check, values
 
 # Elements of a weight that are dequantised at a time, for torch's linear op.
 _CHUNK = 2**24

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fastgen.keep_bits import IN_CONFIG
 from fastgen.quantization.calibration import Quantised
+from fastgen.quantization.checkpoint import QuantizedTensor, check
 from fastgen.quantization.formats import GPTQ, PackQuantized
-from fastgen.quantization.quantized_tensor import QuantizedTensor, check
-from fastgen.quantization.rtn import Kind
+from fastgen.quantization.rounding import Kind
+from fastgen.settings import IN_CONFIG
 
 _BEGINNING = "fastgen"  # the metadata key of block files
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from fastgen.pipeline.chats import with_parts
 from fastgen.pipeline.encoding.loading import lowered
 from fastgen.pipeline.errors import one_line
+from fastgen.pipeline.inputs import with_parts
 from fastgen_serve import images
 from fastgen_serve.api.messages_schema import Message, Templating
 from fastgen_serve.api.openai_schema import Cutting, Generation

@@ -22,11 +22,11 @@ from fastgen.pipeline.encoding.loading import (
     prompt_ids,
 )
 from fastgen.pipeline.encoding.modules import read_prompts
-from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import EncodingStage
+from fastgen.pipeline.inputs import Record
+from fastgen.pipeline.layouts import Result
 from fastgen.pipeline.loading import file_of, labels_of_adapters, sentence_files_of
-from fastgen.pipeline.records import Record, Result
-from fastgen.pipeline.settings import STANDARD_STREAM
+from fastgen.pipeline.settings import STANDARD_STREAM, ClassifyOptions, EmbedOptions
 from fastgen_serve.errors import BadRequest, Failed
 from fastgen_serve.jobs import MOST_TOKENS, Encode, ModelInfo
 from fastgen_serve.settings import ServeSettings

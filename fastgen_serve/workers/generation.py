@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import fastgen
-from fastgen.engine.options import positions_of
+from fastgen.engine.models import positions_of
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.generation.model import SequenceScores
 from fastgen_serve.errors import BadRequest

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.engine.options import positions_of
+from fastgen.engine.models import positions_of
 from fastgen_serve.jobs import Segment, Speech, Transcribe, Transcribed
 from fastgen_serve.settings import ServeSettings
 from fastgen_serve.workers.engine import EngineWorker

@@ -14,7 +14,7 @@ import psutil
 
 import fastgen
 from fastgen import memory
-from fastgen.engine.kv_budget import ExceedsBudget
+from fastgen.engine.planning import ExceedsBudget
 from fastgen.grammar import FormError
 from fastgen.pipeline.errors import one_line
 from fastgen_serve.errors import BadRequest, Busy, Failed, ServeError, TooLong, Unavailable

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fastgen.decoding.weights import cache
+from fastgen.decoding import derived_weights
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def each_backend(request: pytest.FixtureRequest, kernels_of_the_cpu: None, monke
 
 
 @pytest.fixture
-def derived_weights() -> Callable[[], list[cache.DerivedWeight]]:
+def new_copies() -> Callable[[], list[derived_weights.DerivedWeight]]:
     """What the cache of copies knows of this test: what others have left there need not be collected."""
-    before = list(cache.known())
-    return lambda: [each for each in cache.known() if all(each is not other for other in before)]
+    before = list(derived_weights.known())
+    return lambda: [each for each in derived_weights.known() if all(each is not other for other in before)]

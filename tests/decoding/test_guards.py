@@ -31,7 +31,6 @@ class Everything:
         return True
 
 
-Guards = functools.partial(of_models.Guards, names=Everything())
 state_of = functools.partial(of_models.state_of, names=Everything())
 
 
@@ -225,71 +224,64 @@ def test_a_forward_pass_that_knows_its_model_does_not_keep_it() -> None:
 @pytest.mark.parametrize("what", CHANGES)
 def test_changes_are_seen(what: str) -> None:
     model = Model().eval()
-    guards, state = Guards(model), state_of(model)
-    assert guards.hold(model) and state_of(model) == state
+    state = state_of(model)
+    assert state_of(model) == state
     CHANGES[what](model)
-    assert not guards.hold(model)
     assert state_of(model) != state
-    if what != "a class":  # which compares as another one each time that it is made
-        assert Guards(model).hold(model)
 
 
 def test_what_is_written_into_parameters_is_no_change() -> None:
     model = Model().eval()
-    guards, state = Guards(model), state_of(model)
+    state = state_of(model)
     with torch.no_grad():
         model.layers[0].weight.mul_(2.0)
         model.gate.scale.data.fill_(3.0)
-    assert guards.hold(model) and state_of(model) == state
+    assert state_of(model) == state
 
 
 def test_hooks_and_modes() -> None:
-    """These are no part of the state, but a model with them is never the one that has been seen."""
     model = Model().eval()
-    guards = Guards(model)
+    state = state_of(model)
     for register in (model.layers[0].register_forward_hook, model.register_forward_pre_hook):
         hook = register(lambda *arguments: None)
-        assert not guards.hold(model) and not Guards(model).hold(model)
+        assert state_of(model) != state
         hook.remove()
-        assert guards.hold(model)
+        assert state_of(model) == state
     model.gate.train()
-    assert not guards.hold(model)
+    assert state_of(model) != state
     model.eval()
-    assert guards.hold(model)
+    assert state_of(model) == state
 
 
 def test_hooks_that_pass_outputs_on_are_no_change() -> None:
     """The library leaves them on a model once somebody has asked for hidden states."""
     model, ids = copy.deepcopy(BY_NAME["llama"].build()), torch.tensor([[5, 6]])
     state = of_models.GuardedModel.of(model).check(model)
-    before = of_models.Guards(model, Reached.of(model).names)
     assert model(ids, output_hidden_states=True).hidden_states
     assert any(module._forward_hooks for module in model.modules())
     names = Reached.of(model).names
-    for guards in (before, of_models.Guards(model, names)):
-        assert guards.hold(model)
     assert of_models.state_of(model, names) == state.model
     hook = model.model.layers[0].register_forward_hook(lambda *arguments: None)
-    assert not before.hold(model) and of_models.state_of(model, names) != state.model
+    assert of_models.state_of(model, names) != state.model
     hook.remove()
-    assert before.hold(model)
+    assert of_models.GuardedModel.of(model).check(model) is state
 
 
 def test_the_forward_pass_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model().eval()
-    guards, state = Guards(model), state_of(model)
+    state = state_of(model)
     forward = nn.LayerNorm.forward
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: forward(self, x))
-    assert not guards.hold(model) and state_of(model) != state
+    assert state_of(model) != state
 
 
 def test_settings() -> None:
     model = Model().eval()
-    guards, state = Guards(model), state_of(model)
+    state = state_of(model)
     for change in ({"packed_weights": "never"}, {"weight_dtype": "int8"}):
         with settings.changed(**change):
-            assert not guards.hold(model) and state_of(model) != state
-    assert guards.hold(model)
+            assert state_of(model) != state
+    assert state_of(model) == state
 
 
 @pytest.mark.skipif(not choose.is_available(), reason="there are no kernels")
@@ -299,23 +291,27 @@ def test_layers_have_other_forms_in_each_call() -> None:
     model.config = types.SimpleNamespace()
     with fast_layers(model):
         assert isinstance(vars(model[0])["forward"], Replacement)
-        guards = Guards(model)
-        assert guards.hold(model)
+        state = state_of(model)
     with fast_layers(model):
-        assert guards.hold(model)
+        assert state_of(model) == state
         model[0].forward = nn.Linear.forward.__get__(model[0])
-        assert not guards.hold(model)
+        assert state_of(model) != state
     del model[0].forward
     gone = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None and guards
+    assert gone() is None and state
 
 
-def test_tensors_among_attributes_are_never_taken_for_unchanged() -> None:
+def test_tensors_among_attributes() -> None:
+    """Their memory counts, not what is written there."""
     model = Model().eval()
     model.gate.kept = [torch.ones(1)]
-    assert not Guards(model).hold(model)
+    state, before = state_of(model), model.gate.kept[0]
+    before.fill_(2.0)
+    assert state_of(model) == state
+    model.gate.kept = [before.clone()]
+    assert state_of(model) != state
 
 
 def _knowing(model: Model) -> Callable[[], Model]:
@@ -327,15 +323,15 @@ def test_a_method_that_a_module_holds_is_compared() -> None:
     model = Model()
     gate = next(each for each in model.children() if isinstance(each, Gate))
     gate.forward = gate.forward  # type: ignore[method-assign]
-    guards = Guards(model)
-    assert guards.hold(model)
+    state = state_of(model)
+    assert state_of(model) == state
     gate.forward = model.forward  # type: ignore[method-assign]
-    assert not guards.hold(model) and not Guards(model).hold(model)
+    assert state_of(model) != state
 
 
 @pytest.mark.parametrize("way", ["a method", "a function that has it", "a list", "a hook", "none"])
 def test_the_model_is_not_held(way: str) -> None:
-    """Not even where one of its modules knows it: then it is never taken for unchanged."""
+    """Not even where one of its modules knows it."""
     model = Model().eval()
     if way == "a hook":
         model.gate.register_forward_hook(types.MethodType(lambda *arguments: None, model))
@@ -345,9 +341,7 @@ def test_the_model_is_not_held(way: str) -> None:
         model.gate.known = _knowing(model)
     elif way == "a list":
         model.gate.known = [types.MethodType(Model.forward, model)]
-    guards, gone = Guards(model), weakref.ref(model)
-    assert guards.hold(model) == (way == "none")
-    state = state_of(model)
+    gone, state = weakref.ref(model), state_of(model)
     del model
     gc.collect()
-    assert gone() is None and guards and state
+    assert gone() is None and state

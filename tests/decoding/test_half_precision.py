@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 import fastgen
-from fastgen.decoding import half_precision
-from fastgen.ops import half_precision as of_operators
-from fastgen.ops.half_precision import upcast
+from fastgen.decoding import layer_forms
 from fastgen.ops.linear import choose
-from fastgen.ops.linear.choose import Isa
+from fastgen.ops.linear import choose as of_operators
+from fastgen.ops.linear.choose import Isa, upcast
 from tests.noting import noted
 
 pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
@@ -41,7 +40,7 @@ def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_is_the_float32_result_rounded_once(product: Callable[..., Tensor], dtype: torch.dtype) -> None:
     a, b, c = (torch.randn(shape).to(dtype) for shape in ((2, 5, 70), (2, 70, 3), (2, 1, 3)))
-    with half_precision.upcast_products(dtype):
+    with layer_forms.upcast_products(dtype):
         found = product(a, b, c)
     assert torch.equal(found, product(a.float(), b.float(), c.float()).to(dtype))
 
@@ -53,7 +52,7 @@ def test_a_few_matrices_at_a_time(dtype: torch.dtype, monkeypatch: pytest.Monkey
     for leading in ((7,), (2, 3)):
         a, b = (torch.randn(*leading, *shape).to(dtype) for shape in ((5, 20), (4, 20)))
         b = b.transpose(-1, -2)
-        with half_precision.upcast_products(dtype):
+        with layer_forms.upcast_products(dtype):
             assert torch.equal(a @ b, (a.float() @ b.float()).to(dtype))
 
 
@@ -61,7 +60,7 @@ def test_a_few_matrices_at_a_time(dtype: torch.dtype, monkeypatch: pytest.Monkey
 def test_results_that_are_given_are_written_to() -> None:
     a, b, out = (torch.randn(2, 4, 4).bfloat16() for _ in range(3))
     wanted = a.bmm(b)
-    with half_precision.upcast_products(torch.bfloat16):
+    with layer_forms.upcast_products(torch.bfloat16):
         assert torch.bmm(a, b, out=out) is out and torch.equal(out, wanted)
         assert torch.baddbmm(a, a, b, out=out) is out
         with pytest.raises(TypeError):
@@ -83,8 +82,8 @@ def test_what_stays_torchs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choose, "instruction_set", lambda: Isa.AVX512_BF16)
     if what == "never":
         fastgen.enable(packed_weights="never")
-    upcast = noted(monkeypatch, half_precision, "upcast")
-    with torch.set_grad_enabled(what == "gradients"), half_precision.upcast_products(torch.bfloat16):
+    upcast = noted(monkeypatch, layer_forms, "upcast")
+    with torch.set_grad_enabled(what == "gradients"), layer_forms.upcast_products(torch.bfloat16):
         found = a @ b
     assert not upcast and torch.equal(found, a @ b)
 

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from fastgen import memory, settings
-from fastgen.decoding import lm_head
+from fastgen.decoding import derived_weights, lm_head
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.weights import cache, formats
 from fastgen.ops import approximate_logits, fingerprint
 
 pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="there are no kernels in this process")
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not approximate_logits.is_available(), reason="t
 @pytest.fixture(autouse=True)
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(formats, "LM_HEAD", dataclasses.replace(formats.LM_HEAD, waits=1))
+    monkeypatch.setattr(derived_weights, "LM_HEAD", dataclasses.replace(derived_weights.LM_HEAD, waits=1))
 
 
 class Greedy:
@@ -37,12 +36,12 @@ class Greedy:
         return torch.equal(self.out, F.linear(self.x, self.weight).argmax(dim=-1))
 
 
-Found = Callable[[], list[cache.DerivedWeight]]
+Found = Callable[[], list[derived_weights.DerivedWeight]]
 
 
 @pytest.fixture
-def layers(derived_weights: Found) -> Found:
-    return lambda: [each for each in derived_weights() if each.format.name == formats.LM_HEAD.name]
+def layers(new_copies: Found) -> Found:
+    return lambda: [each for each in new_copies() if each.format.name == derived_weights.LM_HEAD.name]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, math.nan])
@@ -53,15 +52,15 @@ def test_a_weight_that_has_changed_between_two_calls(scale: float, layers: Found
     version = greedy.weight._version
     for _ in range(2):
         greedy.weight.data[300:] = torch.randn(300, 64) * scale
-        with cache.call():
+        with derived_weights.call():
             assert all(greedy.is_right() for _ in range(5))
     assert greedy.weight._version == version
     greedy.weight.data.normal_()
-    for _ in range(cache.BACK_OFF):
-        with cache.call():
+    for _ in range(derived_weights.BACK_OFF):
+        with derived_weights.call():
             assert greedy.is_right()
-    with cache.call():
-        assert all(greedy.is_right() for _ in range(cache.STEPS_OF_COPY + 1))
+    with derived_weights.call():
+        assert all(greedy.is_right() for _ in range(derived_weights.STEPS_OF_COPY + 1))
     assert layers()[0].in_step() is not None
 
 
@@ -69,7 +68,7 @@ def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch, layers: 
     monkeypatch.undo()
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
     greedy = Greedy(torch.randn(600, 64))
-    for _ in range(cache.STEPS_OF_COPY - 1):
+    for _ in range(derived_weights.STEPS_OF_COPY - 1):
         assert greedy.is_right() and layers()[0].copy is None
     assert greedy.is_right() and layers()[0].copy is not None and greedy.is_right()
 
@@ -82,8 +81,8 @@ def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch
     assert layers()[0].in_step() is None
     with monkeypatch.context() as context:
         context.setattr(fingerprint, "fingerprint", None)  # nobody asks
-        for _ in range(cache.BACK_OFF):
-            with cache.call():
+        for _ in range(derived_weights.BACK_OFF):
+            with derived_weights.call():
                 assert greedy.is_right() and layers()[0].in_step() is None
 
 
@@ -106,9 +105,9 @@ def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, layers:
     greedy = Greedy(weight, rows=3)
     assert greedy.is_right() and layers()
     layers()[0].drop()
-    with monkeypatch.context() as context, cache.call():
+    with monkeypatch.context() as context, derived_weights.call():
         context.setattr(memory, "free_host_memory", lambda: 0)
-        assert all(greedy.is_right() for _ in range(2 * cache.STEPS_OF_COPY)) and layers()[0].copy is None
+        assert all(greedy.is_right() for _ in range(2 * derived_weights.STEPS_OF_COPY)) and layers()[0].copy is None
 
 
 @pytest.mark.parametrize(("rows", "has_copy"), [(1, True), (4, True), (9, True), (16, True), (17, False)])

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from fastgen.decoding import norms
+from fastgen.decoding import layer_forms
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import gpu
 
@@ -24,8 +24,8 @@ WIDTH = 24
 
 @pytest.fixture(autouse=True)
 def there_are_kernels(monkeypatch):
-    monkeypatch.setattr(norms, "available", lambda weight: weight.dtype in gpu.KERNEL_TYPES)
-    norms._forms.clear()
+    monkeypatch.setattr(layer_forms, "available", lambda weight: weight.dtype in gpu.KERNEL_TYPES)
+    layer_forms._norm_forms.clear()
 
 
 class Gated(nn.Module):
@@ -101,7 +101,7 @@ def test_the_form_of_a_layer(kind, form, dtype):
     layer = kind(WIDTH).to(dtype)
     random = torch.random.get_rng_state()
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    found = norms.form_of(layer)
+    found = layer_forms.norm_form(layer)
     if form is not None and dtype is torch.float32:
         form = (form[0], True, form[2]) if not form[2] else form  # where nothing is rounded they are one
     assert found == form
@@ -114,23 +114,23 @@ def test_the_form_of_a_layer(kind, form, dtype):
             # The interpreter does not round to bfloat16: it cuts off.
             cuts = dtype is torch.bfloat16 and gpu.is_interpreted()
             rtol = 2e-2 if cuts else 2e-3 if dtype in HALF else 1e-6
-            torch.testing.assert_close(norms.normalise(layer, found, x), layer(x), rtol=rtol, atol=1e-6)
+            torch.testing.assert_close(layer_forms.normalise(layer, found, x), layer(x), rtol=rtol, atol=1e-6)
 
 
 def test_layers_of_one_class_have_numbers_of_their_own():
     one, other = LlamaRMSNorm(WIDTH, eps=1e-6), LlamaRMSNorm(WIDTH, eps=1.0)
-    assert norms.form_of(one) == norms.form_of(other)
+    assert layer_forms.norm_form(one) == layer_forms.norm_form(other)
     x = torch.randn(2, WIDTH)
     with torch.no_grad():
         for layer in (one, other):
-            torch.testing.assert_close(norms.normalise(layer, norms.form_of(layer), x), layer(x))
+            torch.testing.assert_close(layer_forms.normalise(layer, layer_forms.norm_form(layer), x), layer(x))
 
 
 def test_layers_of_one_class_may_compute_different_things():
     norm = ("variance_epsilon", True, 0.0)
-    assert norms.form_of(Gated(WIDTH, group_size=WIDTH)) == norm
-    assert norms.form_of(Gated(WIDTH, group_size=8)) is None
-    assert norms.form_of(Gated(2 * WIDTH, group_size=WIDTH)) is None
+    assert layer_forms.norm_form(Gated(WIDTH, group_size=WIDTH)) == norm
+    assert layer_forms.norm_form(Gated(WIDTH, group_size=8)) is None
+    assert layer_forms.norm_form(Gated(2 * WIDTH, group_size=WIDTH)) is None
 
 
 def test_a_layer_that_also_takes_a_gate():
@@ -138,7 +138,7 @@ def test_a_layer_that_also_takes_a_gate():
     layer, x, gate = model[0], torch.randn(2, WIDTH), torch.randn(2, WIDTH)
     with torch.no_grad():
         expected = layer(x), layer(x, gate)
-        with FastLayers.of(model), norms.fused():
+        with FastLayers.of(model), layer_forms.fused_norms():
             assert "forward" in vars(layer)
             for found, wanted in zip((layer(x), layer(x, gate)), expected, strict=True):
                 torch.testing.assert_close(found, wanted)
@@ -158,14 +158,14 @@ class Watcher:
 def test_what_hooks_hold_is_not_copied():
     layer = LlamaRMSNorm(WIDTH)
     layer.register_forward_hook(Watcher().see)
-    assert norms.form_of(layer) == ("variance_epsilon", True, 0.0)
+    assert layer_forms.norm_form(layer) == ("variance_epsilon", True, 0.0)
 
 
 def test_the_method_of_the_class_as_an_attribute_changes_nothing():
     """Hooks that were removed leave it behind, and so does a copy of a model that generates."""
     layer = LlamaRMSNorm(WIDTH)
     layer.forward = layer.forward
-    assert norms.form_of(layer) == norms.form_of(LlamaRMSNorm(WIDTH)) is not None
+    assert layer_forms.norm_form(layer) == layer_forms.norm_form(LlamaRMSNorm(WIDTH)) is not None
 
 
 def wrapped(layer):
@@ -196,18 +196,18 @@ def changed(name, value):
     ],
 )
 def test_layers_that_are_more_are_left_alone(layer):
-    assert norms.form_of(layer) is None
+    assert layer_forms.norm_form(layer) is None
 
 
 def test_only_inside_a_step(monkeypatch):
     calls = []
-    monkeypatch.setattr(norms, "rms_norm", lambda x, *more, **options: calls.append(1) or x)
+    monkeypatch.setattr(layer_forms, "rms_norm", lambda x, *more, **options: calls.append(1) or x)
     model = nn.Sequential(LlamaRMSNorm(WIDTH))
     x = torch.randn(2, WIDTH)
     with torch.no_grad(), FastLayers.of(model):
         model(x)
         assert not calls
-        with norms.fused():
+        with layer_forms.fused_norms():
             model(x)
             assert len(calls) == 1
             model(x.half())  # not of the weight's type
@@ -218,6 +218,6 @@ def test_only_inside_a_step(monkeypatch):
             with monkeypatch.context() as compiling:  # it would have to break the graph
                 compiling.setattr(torch.compiler, "is_compiling", lambda: True)
                 model(x)
-    with torch.no_grad(), norms.fused():
+    with torch.no_grad(), layer_forms.fused_norms():
         model(x)
     assert len(calls) == 1 and "forward" not in vars(model[0])

@@ -10,10 +10,9 @@ from torch import nn
 
 import fastgen
 from fastgen import memory, settings
-from fastgen.decoding import layers
+from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.layer_forms import FloatLinear, QuantizedLinear
 from fastgen.decoding.layers import FastLayers
-from fastgen.decoding.weights import cache
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 from tests.decoding.layers.tiny import KINDS, each_change, model_of_layers
@@ -33,7 +32,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with torch.no_grad():
         yield found
     fastgen.enable()
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 def _skip_without(precision: str) -> None:

@@ -15,8 +15,8 @@ from transformers.models.git.modeling_git import GitModel
 import fastgen
 from fastgen import releases
 from fastgen.engine.continuous import ContinuousBatches
-from fastgen.engine.kv_budget import ExceedsBudget
 from fastgen.engine.options import make
+from fastgen.engine.planning import ExceedsBudget
 from tests.engine.conftest import alone, run
 from tests.equivalence import composites, multimodal
 from tests.equivalence.others import OTHERS

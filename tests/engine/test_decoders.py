@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import length_buckets
+from fastgen.decoding import unpadding
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.optimizer.transformers import buckets
@@ -124,9 +124,9 @@ def test_beginnings_are_shared_and_long_prompts_read_in_chunks(name: str) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_of_a_batch_run_in_groups(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of about one length, without the padding in front."""
-    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
+    monkeypatch.setattr(unpadding, "BUCKET_COST", 4)
     model, inputs = build(name), padded([96, 7, 90, 13, 1], side="left")
-    groups = length_buckets.by_mask(inputs["attention_mask"], in_front=True)
+    groups = unpadding.by_mask(inputs["attention_mask"], in_front=True)
     assert len(groups) > 1
     with fastgen.disabled():
         expected = model.generate(**inputs, max_new_tokens=10, **options)

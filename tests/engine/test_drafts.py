@@ -16,8 +16,8 @@ from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import any_batch, graph_cache
-from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
+from fastgen.optimizer.transformers.captured.slot import MOST_ROWS
 from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.conftest import ROOT

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
 from fastgen.engine.continuous import ContinuousBatches
-from fastgen.engine.foreground import turns
 from fastgen.engine.options import make, make_inner
+from fastgen.engine.waiting import turns
 from tests.engine.conftest import WAIT, Bans, Gate, Streamer, assert_alone, raising
 from tests.equivalence.composites import MODELS, build
 from tests.equivalence.models import BY_NAME

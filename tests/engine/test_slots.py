@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding.captured.part import CapturedPart
+from fastgen.decoding.captured.graph import CapturedPart
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
 from fastgen.engine.requests import Request

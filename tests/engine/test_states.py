@@ -9,7 +9,7 @@ import torch
 
 from fastgen import releases
 from fastgen.engine.continuous import ContinuousBatches
-from fastgen.optimizer.transformers.states import of_layer
+from fastgen.optimizer.transformers.cache_layers import of_layer
 from tests.engine.conftest import PROMPTS, assert_as_alone, requests_for, run
 from tests.equivalence.hybrids import BY_NAME
 

@@ -18,7 +18,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import compaction, graph_cache, pays
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, pays
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from tests.equivalence.models import BY_NAME, Family
@@ -52,9 +52,9 @@ def record_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
 
 def leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs that have ended leave captured steps, whatever that costs."""
-    monkeypatch.setattr(compaction, "_FEW_ROWS", 1)
-    monkeypatch.setattr(compaction, "_EVERY", 1)
-    monkeypatch.setattr(compaction, "_MOVE", 0.0)
+    monkeypatch.setattr(any_batch, "_FEW_ROWS", 1)
+    monkeypatch.setattr(any_batch, "_EVERY", 1)
+    monkeypatch.setattr(any_batch, "_MOVE", 0.0)
     monkeypatch.setattr(pays, "_RECORDINGS", 0)
     monkeypatch.setattr(pays.Ledger, "specializing", 0.0)
 

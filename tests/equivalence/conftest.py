@@ -14,7 +14,7 @@ from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv import growing as kv
 from fastgen.decoding.kv.view import KVView
-from fastgen.optimizer.transformers import scores
+from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
 from tests.equivalence.captured import on_the_cpu, record_programs, spoil_shared_memory
@@ -64,7 +64,7 @@ def counted(counted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
-    monkeypatch.setattr(scores, "MIN_SCORES", 0)
+    monkeypatch.setattr(logits, "MIN_SCORES", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
 
 

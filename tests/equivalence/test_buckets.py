@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding import length_buckets
+from fastgen.decoding import unpadding
 from fastgen.optimizer.transformers import buckets
 from fastgen.optimizer.transformers.encoders.stacks import way_of
 from fastgen.optimizer.transformers.encoders.unpadded_forward import UnpaddedForward
@@ -42,7 +42,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.extend(tuple(ids[rows, positions].shape) for rows, positions in made)
         return made
 
-    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
+    monkeypatch.setattr(unpadding, "BUCKET_COST", 4)
     monkeypatch.setattr(buckets, "_buckets", recording)
     return found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.program import Program
-from fastgen.optimizer.transformers.captured import sizes
+from fastgen.optimizer.transformers.captured import key
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import (
     BY_RELEASE,
@@ -51,10 +51,10 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def recordings(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs that are recorded. They are for the first call already, with small buffers that have to grow."""
     record_programs(device, monkeypatch)
-    monkeypatch.setattr(sizes, "_CACHED_ON_CPU", (32, 1))
-    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (32, 3))
-    monkeypatch.setattr(sizes, "_SOURCE_ON_CPU", (32, 5))
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 30)
+    monkeypatch.setattr(key, "_CACHED_ON_CPU", (32, 1))
+    monkeypatch.setattr(key, "_NEW_ON_CPU", (32, 3))
+    monkeypatch.setattr(key, "_SOURCE_ON_CPU", (32, 5))
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 30)
     return noted(monkeypatch, Program, "capture", lambda program, function: program)
 
 
@@ -111,8 +111,8 @@ def test_every_model_from_its_first_steps_on(name: str, beams: int, monkeypatch:
 
 def test_a_table_of_positions_that_is_shorter_than_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models ask whether it is long enough, which what the call asks for decides, and not for what there is room."""
-    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (2000, 3))
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 2000)
+    monkeypatch.setattr(key, "_NEW_ON_CPU", (2000, 3))
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 2000)
     model, inputs = build(KNOWN["m2m100"], CPU)
     for new in (12, 20):
         check(model, inputs, {"max_new_tokens": new, "do_sample": False, "num_beams": 2})

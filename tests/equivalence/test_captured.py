@@ -15,12 +15,12 @@ from transformers.generation import utils
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding import norms
+from fastgen.decoding import layer_forms
 from fastgen.decoding.captured import graph
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import graph_cache, key
 from tests import near_ties
 from tests.equivalence.captured import (
     BEAMS,
@@ -147,7 +147,7 @@ def test_a_table_that_may_be_too_short(device: torch.device) -> None:
 @pytest.mark.parametrize("has_prompt", [False, True], ids=["beams", "a prompt"])
 def test_prophetnet(has_prompt: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams with a column of their own, and buckets of distances in buffers that are not full."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 16)
     model, inputs = build(BY_NAME["prophetnet"], device)
     options = {**BEAMS, "max_new_tokens": 36, "min_new_tokens": 30}  # more than the distance of the last bucket
     if has_prompt:
@@ -162,7 +162,7 @@ def test_prophetnet(has_prompt: bool, device: torch.device, monkeypatch: pytest.
 @pytest.mark.parametrize("given", ["left", "right", "a target"])
 def test_unilm(given: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step stores two positions and drops one, after a source that self-attention has stored."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 8)
     has_target = given == "a target"
     model = tiny_unilm.tiny_model(end=3.0, attn_implementation="eager" if has_target else "sdpa").to(device)
     inputs = tiny_unilm.batch(tiny_unilm.sources(44, 12, 37), "right" if given == "right" else "left")
@@ -226,7 +226,7 @@ RETURNED = ["bart", "t5", "gpt2", "llama", "prophetnet", "mistral-short-window"]
 @pytest.mark.parametrize("name", [*RETURNED, "unilm"])
 def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is as the library leaves it, also if the step was exchanged, or steps ran past the end."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 8)
     if name == "unilm":
         model = tiny_unilm.tiny_model(end=3.0).to(device)
         inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 12, 37)))
@@ -247,8 +247,8 @@ def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, mo
 
 @every
 def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 8)
     model, inputs = build(family, device)
     options = {**BEAMS, "min_new_tokens": 30, "max_new_tokens": 30}
     for _ in range(2):
@@ -295,8 +295,8 @@ def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pyte
         monkeypatch.setattr(loop, "MIN_STEPS", 1)
         names = ["t5"]
     normalised: list[str] = []
-    normalise = norms.normalise
-    monkeypatch.setattr(norms, "normalise", lambda x, *layer: normalised.append(name) or normalise(x, *layer))
+    normalise = layer_forms.normalise
+    monkeypatch.setattr(layer_forms, "normalise", lambda x, *layer: normalised.append(name) or normalise(x, *layer))
     for name in names:
         model, _ = build(BY_NAME[name], device)
         few = to(device, BY_NAME[name].make_inputs(1, 3))  # the interpreter is slow

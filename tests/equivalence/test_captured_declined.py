@@ -14,7 +14,7 @@ from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteri
 
 import fastgen
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.part import CapturedPart
+from fastgen.decoding.captured.graph import CapturedPart
 from tests.equivalence.captured import BEAMS, GREEDY, KNOWN, NEW, Counting, build, captures, reasons, to, two
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.models import BY_NAME, EOS, Family

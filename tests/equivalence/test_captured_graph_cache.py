@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen import caches
+from fastgen import memory
 from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -59,7 +59,7 @@ def test_another_default_dtype(device: torch.device) -> None:
 
 
 def test_what_was_refused_does_not_fill_the_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(memory, "MOST_REMEMBERED", 2)
     model, inputs = build(BY_NAME["gpt2"], device)
     for number in range(6):
         graph_cache.refuse(model, number, "too large")

@@ -11,17 +11,15 @@ from torch import Tensor, nn
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import layers
+from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.captured import graph
-from fastgen.decoding.weights import cache
 from fastgen.ops import gpu as operators
 from fastgen.ops.gpu import grouped_linear
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.quantization import layer_weight
-from fastgen.quantization.formats import PackQuantized
-from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
-from fastgen.quantization.quantized_tensor import QuantizedTensor
+from fastgen.quantization.checkpoint import QuantizedTensor
+from fastgen.quantization.formats import BLOCK_TYPES, Blocks, PackQuantized
 from tests.equivalence.captured import BEAMS, GREEDY, CalledGraph, build, captures, reasons, to, two
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
@@ -161,7 +159,7 @@ def test_rounded_weights(family: Any, precision: str, device: torch.device, rows
     after = expected()
     with settings.changed(weight_dtype=precision, weight_group_size=32, packed_weights="keep"):
         assert_same(after, run(model, inputs, GREEDY))
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 def test_rounded_weights_that_are_not_kept(device: torch.device, rows: list[int]) -> None:

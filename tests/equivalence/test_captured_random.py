@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import graph_cache, key
 from tests.equivalence.captured import BY_RELEASE, reasons
 from tests.equivalence.check import check
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, PAD, VOCABULARY
@@ -34,9 +34,9 @@ LARGE_BUFFERS = {"opt qwen2"}
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They grow in the middle of a call, and few steps are kept."""
-    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
-    monkeypatch.setattr(sizes, "_MULTIPLE", 16)
+    monkeypatch.setattr(key, "_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_MULTIPLE", 16)
     monkeypatch.setattr(graph_cache, "MOST", 2)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fastgen
 from fastgen.decoding.captured.graph import unavailable
-from fastgen.engine import calls
+from fastgen.engine import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import programs as encoder_programs
 from tests.equivalence import encoder_models
@@ -198,7 +198,7 @@ def test_hooks_of_accelerate_that_are_removed(name: str) -> None:
     for number, options in enumerate((OPTIONS, BEAMS), 1):
         check(model, inputs, options)
         assert accelerated() == captures() == number and not fallbacks(), fallbacks()
-    assert calls.alone_for_model(model) is None
+    assert models.alone_for_model(model) is None
 
 
 def test_a_model_that_its_layer_knows_goes_with_its_user(llama: Any) -> None:

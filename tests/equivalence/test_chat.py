@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria, St
 import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
-from fastgen.optimizer.transformers.captured import sizes
+from fastgen.optimizer.transformers.captured import key
 from tests import near_ties
 from tests.equivalence.captured import captures, fail_at, reasons
 from tests.equivalence.check import accelerated, cache_with, chat, fallbacks
@@ -35,8 +35,8 @@ pytestmark = [
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have to grow in the middle of a call."""
-    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 8)
 
 
 def _both(call: Callable[[], Any]) -> tuple[Any, Any]:
@@ -246,7 +246,7 @@ def test_turns_of_a_chat(
     name: str, options: dict[str, Any], streams: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each goes on behind the cache of the last one: what that holds is what the library would have left there."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 8)
     model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs(1, padding=None)
     turns = 1 if "num_beams" in options else 3
 

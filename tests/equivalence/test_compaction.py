@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 from transformers.configuration_utils import PreTrainedConfig
 
 import fastgen
-from fastgen.optimizer.transformers.compaction import BatchCompaction
+from fastgen.optimizer.transformers.loop_hooks import BatchCompaction
 from tests import near_ties
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, check, run

@@ -14,11 +14,10 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen import releases
-from fastgen.decoding.captured import graph, part, program, symbolic_batch
-from fastgen.decoding.captured.part import CapturedPart
-from fastgen.optimizer.transformers.captured import any_batch, compaction, graph_cache, pays, sizes
-from fastgen.optimizer.transformers.captured.any_batch import SymbolicStep
-from fastgen.optimizer.transformers.captured.compaction import Compaction
+from fastgen.decoding.captured import graph, program, symbolic_batch
+from fastgen.decoding.captured.graph import CapturedPart
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, key, pays
+from fastgen.optimizer.transformers.captured.any_batch import Compaction, SymbolicStep
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests import near_ties
@@ -121,7 +120,7 @@ def test_no_clock_decides_when_inputs_leave_if_all_is_captured(
 
 def test_inputs_may_leave_after_any_captured_step(monkeypatch: Patch) -> None:
     """Whether buffers grow in this call, or have grown in the one before."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 64)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 64)
     model, inputs = build(BY_NAME["llama"], CPU)
 
     def place(compaction: Compaction, step: Any, seconds: float) -> int:
@@ -145,7 +144,7 @@ def test_what_the_penalty_leaves_out_moves_with_its_rows(model: Any, beams: int,
 
 def test_a_larger_step_keeps_the_order_of_the_inputs(computed: list[int], monkeypatch: Patch) -> None:
     """A step of fixed sizes is exchanged for a larger one after its first tokens, when inputs have left."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 8)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 8)
     left_by = noted(monkeypatch, Decoding, "_larger", lambda call, step: min(computed))
     options = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": [EOS, 20]}
     check(build(BY_NAME["opt"], CPU)[0], SOME_WITH_PADDING, {**options, "repetition_penalty": 1.3})
@@ -197,7 +196,7 @@ def test_all_places_are_computed_without_memory(model: Any, specialized: list[in
 
 def test_a_kept_step_is_recorded_once_there_is_memory(model: Any, recorded: list[Any], monkeypatch: Patch) -> None:
     """Trials are some steps apart, as they take time."""
-    monkeypatch.setattr(part, "_PAUSES", (1, 8))
+    monkeypatch.setattr(graph, "_PAUSES", (1, 8))
     with without_memory(monkeypatch) as tried:
         for _ in range(2):
             leaving(model)
@@ -303,7 +302,7 @@ def test_inputs_leave_once_idle_rows_have_cost_as_much(
     left: list[bool], known: bool, expected: int | None, monkeypatch: Patch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(compaction, "_FEW_ROWS", 16)
+    monkeypatch.setattr(any_batch, "_FEW_ROWS", 16)
     made, step, moved = step_of(left, monkeypatch, known)
     for _ in range(40):
         made.after(step, 0.1)

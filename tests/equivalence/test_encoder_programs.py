@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastgen
-from fastgen.decoding.captured.part import CapturedPart
+from fastgen.decoding.captured.graph import CapturedPart
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.encoders import programs

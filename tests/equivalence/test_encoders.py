@@ -17,8 +17,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import layers
-from fastgen.decoding.weights import cache
+from fastgen.decoding import derived_weights, layers
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers.encoders import call, unpadded_forward
@@ -241,7 +240,7 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     with settings.changed(weight_dtype="int8"), torch.inference_mode():
         torch.testing.assert_close(model(**given).logits, -exact, rtol=0.0, atol=TOLERANCE)
     assert "packed_weights" in str(fastgen.stats()["int8 weights"]["not used"])
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 def test_the_original_code_with_gradients(classifier: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.ops.linear import choose, experts
+from fastgen.ops.linear import choose
 from tests.equivalence.captured import captures, record_programs
 from tests.equivalence.check import accelerated, check
 from tests.equivalence.others import KNOWN
@@ -29,7 +29,7 @@ def multiplied(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[to
     if device.type != "cpu":
         pytest.skip("the operator is one of the CPU")
     record_programs(device, monkeypatch)
-    return noted(monkeypatch, experts, "expert_linear", lambda x, *rest: x.dtype)
+    return noted(monkeypatch, choose, "expert_linear", lambda x, *rest: x.dtype)
 
 
 @pytest.mark.parametrize("step", ["always", "never"])
@@ -97,7 +97,7 @@ def test_a_failure_is_the_librarys_product(multiplied: list[torch.dtype], monkey
         raise RuntimeError("planted")
 
     model, inputs = KNOWN["mixtral"].build(), KNOWN["mixtral"].make_inputs()
-    monkeypatch.setattr(experts, "expert_linear", fails)
+    monkeypatch.setattr(choose, "expert_linear", fails)
     check(model, inputs, OPTIONS)
     assert accelerated() == 1 and fastgen.stats()["experts"]["fallback"]["RuntimeError: planted"]
 

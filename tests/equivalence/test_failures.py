@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 import fastgen
-from fastgen import caches, releases
+from fastgen import memory, releases
 from fastgen.decoding.kv import view as shared
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.view import KVView
@@ -99,7 +99,7 @@ def test_same_result(family: Any, place: str, decoding: dict[str, Any], monkeypa
 
 @decoders
 def test_attention_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared._RULES, torch.nn.functional.scaled_dot_product_attention, shared._matmul)
+    monkeypatch.setitem(shared.RULES, torch.nn.functional.scaled_dot_product_attention, shared._matmul)
     call = partial(run, family.build("eager"), family.make_inputs(), BEAM)
     assert_repeated(call, monkeypatch, shared, "shared_prefix_scores", 3)
 
@@ -114,7 +114,7 @@ def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_out_of_memory_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The original code needs even more memory."""
-    caches.free_captured_steps()  # of other tests, without which the original code would have another try
+    memory.free_captured_steps()  # of other tests, without which the original code would have another try
     monkeypatch.setattr(GrowingKV, "extend", Mock(side_effect=torch.OutOfMemoryError("planted")))
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         run(BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(), BEAM)

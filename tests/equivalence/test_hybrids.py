@@ -13,12 +13,12 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen import releases, settings
-from fastgen.decoding.captured.part import CapturedPart
+from fastgen.decoding.captured.graph import CapturedPart
 from fastgen.decoding.captured.program import Program
+from fastgen.decoding.kv.fixed import FixedStates
 from fastgen.decoding.kv.growing import GrowingKV
-from fastgen.decoding.kv.states import FixedStates
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.states import SharedStates, of_layer
+from fastgen.optimizer.transformers.cache_layers import SharedStates, of_layer
 from tests import near_ties
 from tests.equivalence.captured import BEAMS, GREEDY, NEW, captures, fail_at, leave_at_once, reasons, record_programs
 from tests.equivalence.cases import DECODING, SHAPES

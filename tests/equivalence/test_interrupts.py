@@ -34,7 +34,7 @@ SIGNALS = [60, pytest.param(20_000, marks=pytest.mark.long)]
 POINTS = [25, pytest.param(None, marks=pytest.mark.long)]
 # What takes something for a call, or for a step.
 TAKING = (
-    "interrupts.py", "locks.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
+    "interrupts.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
     "decoding/captured/graph.py:taken", "decoding/captured/graph.py:stepped_aside", "decoding/captured/graph.py:_take",
     "decoding/captured/graph.py:_give_back", "decoding/captured/program.py:capture",
     "decoding/captured/program.py:replay", "decoding/captured/recording.py:record",
@@ -42,9 +42,9 @@ TAKING = (
     "decoding/captured/recording.py:_captures", "decoding/host_memory.py:kept", "decoding/host_memory.py:_let_go",
     "decoding/layers.py:__enter__", "decoding/layers.py:__exit__", "decoding/layers.py:_install",
     "decoding/layers.py:_leave", "decoding/layers.py:_remove", "decoding/layers.py:of",
-    "decoding/weights/cache.py:call", "decoding/weights/cache.py:leave", "decoding/panel_ops.py:suspended",
-    "ops/command_list.py:_recorded",
-    "ops/command_list.py:_close", "ops/thread_pool.py:for_replay", "optimizer/transformers/call.py:__enter__",
+    "decoding/derived_weights.py:call", "decoding/derived_weights.py:leave", "decoding/linear_ops.py:panels_suspended",
+    "ops/runtime.py:_recorded",
+    "ops/runtime.py:_close", "ops/runtime.py:for_replay", "optimizer/transformers/call.py:__enter__",
     "optimizer/transformers/call.py:__exit__", "optimizer/transformers/call.py:_leave",
     "optimizer/transformers/captured/graph_cache.py:take", "optimizer/transformers/captured/graph_cache.py:give_back",
     "optimizer/transformers/encoders/call.py:call", "optimizer/transformers/encoders/call.py:run",

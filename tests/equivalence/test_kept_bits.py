@@ -20,7 +20,7 @@ from benchmarks.workloads.smollm2_chat import chat_prompts
 from fastgen import patching, settings
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
-from fastgen.quantization.gguf import BLOCK_TYPES
+from fastgen.quantization.formats import BLOCK_TYPES
 from tests import near_ties
 from tests.noting import noted
 from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama  # which may skip

@@ -12,9 +12,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.decoding import lm_head
-from fastgen.decoding.weights import cache, formats
-from fastgen.ops import exact_cast
+from fastgen.decoding import derived_weights, lm_head
+from fastgen.ops.linear import panels
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons, record_programs, two
 from tests.equivalence.check import check, run
@@ -24,14 +23,14 @@ pytestmark = pytest.mark.sampled(5)
 CPU = torch.device("cpu")
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}
 WAYS = pytest.mark.parametrize("way", [GREEDY, BEAMS, SAMPLED], ids=["greedy", "beams", "samples"])
-TYPES = pytest.mark.parametrize("dtype", exact_cast.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", panels.TYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
 def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is recorded for the first call already, and weights of any size have a copy."""
     record_programs(device, monkeypatch)
-    monkeypatch.setattr(formats, "MIN_PANELS", 0)
+    monkeypatch.setattr(derived_weights, "MIN_PANELS", 0)
     monkeypatch.setattr(lm_head, "_LEAST_BYTES", 0)
 
 
@@ -45,15 +44,15 @@ def round_to(dtype: torch.dtype, model: Any) -> None:
         weight.copy_(weight.to(dtype).float())
 
 
-def copies() -> list[cache.DerivedWeight]:
+def copies() -> list[derived_weights.DerivedWeight]:
     """Those that there are."""
     gc.collect()
-    return [each for each in cache.known() if each.format is formats.PANELS and each.copy is not None]
+    return [each for each in derived_weights.known() if each.format is derived_weights.PANELS and each.copy is not None]
 
 
 def reads() -> int:
     """Calls that have read weights in 16 bits."""
-    return fastgen.stats().get(formats.PANELS.counted_as, {"accelerated": 0})["accelerated"]
+    return fastgen.stats().get(derived_weights.PANELS.counted_as, {"accelerated": 0})["accelerated"]
 
 
 @two
@@ -69,7 +68,9 @@ def test_no_bit_changes(family: Any, way: dict[str, Any], dtype: torch.dtype, mo
     found = run(model, inputs, returned)
     assert reads() == 3
     with monkeypatch.context() as context:
-        context.setattr(formats, "PANELS", dataclasses.replace(formats.PANELS, make=lambda weight: None))
+        context.setattr(
+            derived_weights, "PANELS", dataclasses.replace(derived_weights.PANELS, make=lambda weight: None)
+        )
         graph_cache.drop_all()
         wanted = run(model, inputs, returned)
     assert reads() == 3 and captures() == 4, reasons()

@@ -21,7 +21,7 @@ from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import graph_cache, pays, sizes
+from fastgen.optimizer.transformers.captured import graph_cache, key, pays
 from tests.equivalence.captured import (
     BEAMS,
     FAMILIES,
@@ -117,8 +117,8 @@ def test_samples_and_the_random_state(family: Any, beams: int, case: str, monkey
     options: dict[str, Any] = {**SAMPLED, "num_beams": beams, "num_return_sequences": 2}
     wanted = 2
     if case == "longer":
-        monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 1)
-        monkeypatch.setattr(sizes, "_NEW_ON_CPU", (1, 3))
+        monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 1)
+        monkeypatch.setattr(key, "_NEW_ON_CPU", (1, 3))
     elif case == "fails":
         monkeypatch.setattr(program, "record", lambda function, scratch: (function(), 1 / 0))
         wanted = 0

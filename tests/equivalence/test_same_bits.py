@@ -21,7 +21,7 @@ from fastgen.ops import gpu as operators
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import graph_cache, key
 from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import check, run
@@ -79,8 +79,8 @@ def test_memory_and_earlier_calls_change_no_bit(
 def test_captured_steps_change_no_bit(build: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a step is recorded in this call or was before, and with more capacity later."""
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
-    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 13)
+    monkeypatch.setattr(key, "_NEW_ON_CPU", (13, 3))
     model, options = build(), {**options, "max_new_tokens": 40}
     fastgen.enable(captured_step="always", strict=True)
     first = check(model, INPUTS, options)

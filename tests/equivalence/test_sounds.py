@@ -14,7 +14,7 @@ from packaging.version import Version
 import fastgen
 from fastgen import counters, settings
 from fastgen.decoding.kv.growing import GrowingKV
-from fastgen.optimizer.transformers.captured import sizes
+from fastgen.optimizer.transformers.captured import key
 from tests.equivalence.captured import Counting, captures, reasons
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.sounds import CODEBOOKS, CODES, MODELS, ONE_CODEBOOK, build, calls, inputs, ways
@@ -72,8 +72,8 @@ def test_what_captured_steps_of_codebooks_return(name: str, guidance: dict[str, 
 
 def test_a_step_of_codebooks_that_grows(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read in place of the last tokens is at the end of the call, and other calls end elsewhere."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 16)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 16)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 16)
     model = build(MODELS["musicgen"])
     for length in (160, 20, 90, 75):
         check(model, inputs("musicgen"), {"do_sample": False, "guidance_scale": 3.0, "max_new_tokens": length})

@@ -17,12 +17,12 @@ from transformers.models import fsmt
 import fastgen
 from fastgen import releases, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.kv.row_lengths import RowLengths
+from fastgen.decoding.captured.capturable import RowLengths
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.speculation.draft_length import DraftLength
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
+from fastgen.optimizer.transformers.captured import decoding, graph_cache, key
 from fastgen.optimizer.transformers.speculation.drafting import LENGTHS
 from tests import near_ties
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY
@@ -193,8 +193,8 @@ OPTIONS = {
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_options(name: str, options: dict[str, Any], any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """test_speculation_random.py draws others."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
-    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 13)
+    monkeypatch.setattr(key, "_NEW_ON_CPU", (13, 3))
     speculates(name, "int8", options)
 
 

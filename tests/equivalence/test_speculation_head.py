@@ -10,7 +10,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import lm_head
 from fastgen.decoding.speculation.draft_length import DraftLength
-from fastgen.decoding.speculation.self_draft import DraftWeights
+from fastgen.decoding.speculation.draft_sources import DraftWeights
 from fastgen.ops import approximate_logits
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from tests.equivalence.speculation import GREEDY, LOOKUP, all_speculate, assert_speculates, counts, of_its_own, same

@@ -9,7 +9,7 @@ import transformers
 
 import fastgen
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.costs import Costs
+from fastgen.decoding.speculation.draft_length import Costs
 from fastgen.optimizer.transformers.captured import pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding

@@ -10,9 +10,9 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import fastgen
-from fastgen.decoding.speculation.prompt_lookup import PromptLookup
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
-from fastgen.optimizer.transformers.speculation.positions import Positions
+from fastgen.decoding.speculation.draft_sources import PromptLookup
+from fastgen.optimizer.transformers.captured import graph_cache, key
+from fastgen.optimizer.transformers.speculation.decoding import Positions
 from tests import near_ties
 from tests.equivalence.captured import fail_at
 from tests.equivalence.check import default_dtype
@@ -176,8 +176,8 @@ def test_max_time() -> None:
 
 def test_a_criterion_and_a_buffer_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that has been cut stays inside the buffers."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
-    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW_ON_CPU", 13)
+    monkeypatch.setattr(key, "_NEW_ON_CPU", (13, 3))
     model, inputs = made("llama", 4)
     options = {**GREEDY, "max_new_tokens": 60, "min_new_tokens": 50}
     with fastgen.disabled():

@@ -9,9 +9,9 @@ import torch
 
 import fastgen
 from fastgen import memory
+from fastgen.decoding import derived_weights
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.self_draft import DraftWeights
-from fastgen.decoding.weights import cache
+from fastgen.decoding.speculation.draft_sources import DraftWeights
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
@@ -108,7 +108,7 @@ def test_the_first_call_drafts_if_steps_are_always_recorded(captured_step: Any, 
 
 def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is a plain one, and nothing is allocated."""
-    cache.drop_all()  # copies for other models would be evicted for it
+    derived_weights.drop_all()  # copies for other models would be evicted for it
     monkeypatch.setattr(memory, "free_host_memory", lambda: 1000)
     fastgen.enable(captured_step="always")
     same(*of_its_own("llama", 2), OPTIONS)

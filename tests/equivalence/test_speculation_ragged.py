@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import fastgen
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting
+from fastgen.optimizer.transformers.speculation.drafting import RaggedDrafting
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.others import made
-from tests.equivalence.speculation import GREEDY, KNOWN, LOOKUP, all_speculate, assert_speculates, counts, same
+from tests.equivalence.speculation import GREEDY, KNOWN, LOOKUP, assert_speculates, counts, same
 
 pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(4)]
 MODELS = ["llama", "gpt2", "qwen2", "gemma", "gpt-neox", "mixtral"]
@@ -43,17 +42,6 @@ def test_rows_share_the_tokens_of_a_verify(
     assert_speculates(3)
     assert counts()["accepted"] > 0 or name == "qwen2"
     assert any(len({count for count in rows if count}) > 1 for rows in verifies), "rows have different numbers"
-
-
-def test_one_row_is_left_of_a_batch(verifies: list[list[int]]) -> None:
-    """The step of one row has other lengths, and goes on with drafts."""
-    model, inputs = made("llama", 4)
-    with fastgen.disabled():
-        *rows, last = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :].tolist()
-    ends = sorted({row[1] for row in rows} - set(last))
-    fastgen.enable(captured_step="always")
-    all_speculate(model, inputs, {"max_new_tokens": 64, "eos_token_id": ends}, calls=3, prompt_lookup_num_tokens=8)
-    assert verifies and counts().get("rows_left", 0) > 0
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"do_sample": True}])

@@ -9,7 +9,6 @@ import random
 
 import pytest
 
-from fastgen.optimizer.transformers.speculation import batch_compaction
 from tests.equivalence.models import FIRST_WORD, VOCABULARY
 from tests.equivalence.speculation import (
     DRAFTS,
@@ -43,8 +42,6 @@ def test_random_calls(seed: int, speculates_at_once: None, monkeypatch: pytest.M
         asked = {"prompt_lookup_num_tokens": draw.choice([2, 4, 8])}
     if draw.random() < 0.7:
         draft_any_lengths(monkeypatch)
-    if draw.random() < 0.7:
-        monkeypatch.setattr(batch_compaction, "pays", lambda *_: True)
     for _ in range(2):
         same(model, inputs, options, **asked)
     assert_speculates(2)

@@ -15,8 +15,6 @@ import transformers
 
 import fastgen
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.speculation import batch_compaction
-from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from tests.equivalence.models import Weights, enliven
 from tests.equivalence.speculation import DRAFTS, assert_speculates, counts, draft_of
 
@@ -125,15 +123,10 @@ def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["int8", "lookup"])
-@pytest.mark.parametrize("leave", [True, False])
-def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leave the batch, once half of them have ended. The first token ends every other row."""
-    sizes = [2**power for power in range(13)]
-    monkeypatch.setattr(batch_compaction, "BATCHES", sizes)
-    monkeypatch.setattr(batch_compaction, "pays", lambda *_: leave)
+def test_distribution_where_rows_end(model: Any, method: str) -> None:
+    """The first token ends every other row."""
     options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 2}
     assert probability(model, method, options) > SIGNIFICANT
-    assert bool(fastgen.stats()[ENTRY_POINT].get("rows_left")) == leave
 
 
 def test_nothing_can_be_drawn_behind_a_token_that_is_not_accepted(model: Any) -> None:

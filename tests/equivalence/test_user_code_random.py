@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import settings
-from fastgen.optimizer.transformers.captured import host
+from fastgen.optimizer.transformers.captured import choice
 from tests import near_ties
 from tests.equivalence.captured import build, captures
 from tests.equivalence.models import BY_NAME, EOS
@@ -285,7 +285,7 @@ def sequences_are_worth_it() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_users_code(seed: int) -> None:
-    host._writers.clear()
+    choice._writers.clear()
     _sequence(random.Random(seed))
 
 
@@ -302,7 +302,7 @@ KINDS: dict[str, Callable[[int], Callable[[Log], dict[str, Any]]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_code(kind: str, captured_step: Any) -> None:
     """In two of the ways of decoding; a streamer sees one sequence."""
-    host._writers.clear()
+    choice._writers.clear()
     ways = [0] if "stream" in kind else [len(kind) % 4, (len(kind) + 2) % 4]
     for number in ways:
         decoding = _DECODING[1 + number]

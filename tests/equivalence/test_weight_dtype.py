@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding.weights import cache
+from fastgen.decoding import derived_weights
 from fastgen.ops import quantized_linear
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, run
@@ -36,7 +36,7 @@ def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     with settings.changed(weight_dtype=request.param):
         yield request.param
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 @pytest.fixture

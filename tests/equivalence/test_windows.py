@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from fastgen import counters, releases
 from fastgen.decoding.layer_forms import FloatLinear
-from fastgen.ops.linear import choose, experts
+from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers.cache_layers import SharedLayer
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
+from fastgen.optimizer.transformers.captured import graph_cache, key
 from tests import near_ties
 from tests.equivalence.captured import captures, need_programs, reasons, record_from
 from tests.equivalence.cases import draws_others
@@ -56,7 +56,7 @@ def _record_never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_captured(name: str, length: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the prompt is longer than the window, or what is generated goes beyond it. Rows have padding in front."""
-    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
+    monkeypatch.setattr(key, "_MAX_FIRST_NEW", 16)
     family = FAMILIES[name]
     window = family.config["sliding_window"]
     assert window < LONG
@@ -133,7 +133,7 @@ def test_without_a_captured_step_layers_are_fast(
     model, inputs = FAMILIES[name].build(), FAMILIES[name].make_inputs(2, LONG)
     new = 20 if is_recorded_later else 3
     products = noted(monkeypatch, FloatLinear, "_product")
-    of_experts = noted(monkeypatch, experts, "expert_linear")
+    of_experts = noted(monkeypatch, choose, "expert_linear")
     check(model, inputs, {**NEW, "max_new_tokens": new})
     assert fallbacks() == {BEYOND: 1}
     linear = sum(type(module) is torch.nn.Linear for module in model.modules())

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 
 from fastgen.decoding.kv import growing as kv
-from fastgen.optimizer.fairseq import scores
 
 try:
     VERSION: str | None = metadata.version("fairseq")
@@ -54,9 +53,6 @@ def arguments_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def counted(counted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix is shared however few bytes it has, and a step's scores count as many: those of a tiny model would never
-    be worth it.
-    """
-    monkeypatch.setattr(scores, "MIN_SCORES", 0)
+    """A prefix is shared however few bytes it has: that of a tiny model would never be worth it."""
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)

@@ -14,7 +14,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from fastgen.decoding.kv import growing as kv
 from fastgen.decoding.kv.view import KVView
 from fastgen.optimizer.fairseq.call import Call
-from fastgen.optimizer.fairseq.scores import step
+from fastgen.optimizer.fairseq.hooks import step
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 

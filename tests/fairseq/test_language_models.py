@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.optimizer.fairseq.prefill import Prefill
+from fastgen.optimizer.fairseq.call import Prefill
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 from tests.fairseq.test_generate import OPTIONS, generator_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import length_buckets
+from fastgen.decoding import unpadding
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 from tests.fairseq.test_generate import generator_for
@@ -22,15 +22,15 @@ LENGTHS = [21, 40, 7, 20, 6, 40]
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and length of every group that was made. Groups pay for tiny models too."""
     found: list[tuple[int, int]] = []
-    by_length = length_buckets.by_length
+    by_length = unpadding.by_length
 
     def recording(lengths: list[int], longest: int, *cost: int | None) -> Any:
         made = by_length(lengths, longest, *cost)
         found.extend((rows.shape[0], length) for rows, length in made)
         return made
 
-    monkeypatch.setattr(length_buckets, "BUCKET_COST", 4)
-    monkeypatch.setattr(length_buckets, "by_length", recording)
+    monkeypatch.setattr(unpadding, "BUCKET_COST", 4)
+    monkeypatch.setattr(unpadding, "by_length", recording)
     return found
 
 

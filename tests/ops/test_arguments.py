@@ -21,7 +21,11 @@ import pytest
 import torch
 
 from fastgen.decoding.kv.rows import StepState
-from fastgen.ops import _library, fingerprint, sort_rows, thread_pool  # noqa: F401 (these define operators)
+from fastgen.ops import (
+    _library,
+    fingerprint,
+    search_step,  # noqa: F401 (these define operators)
+)
 from fastgen.ops import no_repeat_ngram as ngram
 from fastgen.ops.linear import grouped, tune  # noqa: F401 (defines evict)
 from tests.ops.fuzz import __main__ as fuzzer

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.ops import _library
-from fastgen.ops import best_candidates as operator
-from fastgen.ops.best_candidates import best_candidates
+from fastgen.ops import search_step as operator
+from fastgen.ops.search_step import best_candidates
 from tests.ops.instructions import each_set, instruction_set, threads
 
 
@@ -137,7 +137,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
 def test_another_order_of_ties_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.topk promises nothing about may be otherwise in another release."""
     topk = torch.topk
-    reference = operator._reference
+    reference = operator._candidates_reference
 
     def reversed_ties(scores: torch.Tensor, running: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = topk((scores.view(*running.shape, -1) + running.unsqueeze(2)).flatten(1).flip(1), count)
@@ -145,12 +145,12 @@ def test_another_order_of_ties_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatc
 
     operator._orders_as_torch.cache_clear()
     try:
-        assert operator.serves(torch.randn(4, 9), torch.randn(1, 4), 2)
+        assert operator._has_pass(torch.randn(4, 9), torch.randn(1, 4), 2)
         operator._orders_as_torch.cache_clear()
-        monkeypatch.setattr(operator, "_reference", reversed_ties)
-        assert not operator.serves(torch.randn(4, 9), torch.randn(1, 4), 2)
+        monkeypatch.setattr(operator, "_candidates_reference", reversed_ties)
+        assert not operator._has_pass(torch.randn(4, 9), torch.randn(1, 4), 2)
     finally:
-        monkeypatch.setattr(operator, "_reference", reference)
+        monkeypatch.setattr(operator, "_candidates_reference", reference)
         operator._orders_as_torch.cache_clear()
 
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.recording import record
-from fastgen.ops import _library, command_list, elementwise, rms_norm  # noqa: F401
+from fastgen.ops import (
+    _library,
+    elementwise,
+    runtime,
+)
 from fastgen.ops.linear import grouped, kernels  # noqa: F401
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -54,7 +58,7 @@ def layers(x: Tensor, out: Tensor) -> Calls:
 def test_results_are_those_of_calls_one_by_one() -> None:
     x, out = torch.randn(3, 37), torch.zeros(3, 37)
     calls = layers(x, out)
-    planned = command_list.with_command_lists(calls)
+    planned = runtime.with_command_lists(calls)
     assert len(planned) == 3 and planned[1] is calls[2]
     assert not out.any(), "nothing is executed before"
     for _ in range(3):  # what is in memory by then counts
@@ -72,7 +76,7 @@ def test_the_position_that_is_written_is_read_each_time() -> None:
     several, x, position = torch.zeros(4, 7), torch.randn(7), torch.tensor(0)
     instruction = elementwise.Instruction(elementwise._COPY, several[0], (x,), position=(position, 7, 4))
     call = elementwise.bound([instruction])
-    (planned,) = command_list.with_command_lists([call, call])
+    (planned,) = runtime.with_command_lists([call, call])
     for at in (2, 0, 3, -1, 4):
         position.fill_(at)
         several.fill_(-1.0)
@@ -92,7 +96,7 @@ def test_memory_that_moves() -> None:
         partial(operators.grouped_linear_out.default, out, x, *parts[:5], None, 8, 32, False, False),
         elementwise.bound([elementwise.Instruction(elementwise._ADD, total, (out, out))]),
     ]
-    (planned,) = command_list.with_command_lists(calls)
+    (planned,) = runtime.with_command_lists(calls)
     for moved in (x, parts[0], out, total, out):
         before = moved.data_ptr()
         if not moved.is_shared():
@@ -107,12 +111,12 @@ def test_memory_that_moves() -> None:
 def test_what_does_not_fit_is_refused_when_it_is_planned() -> None:
     wrong = partial(operators.elementwise.default, [], torch.zeros(3))
     with pytest.raises(RuntimeError, match="elementwise"):
-        command_list.with_command_lists([wrong, wrong])
+        runtime.with_command_lists([wrong, wrong])
 
 
 def test_one_operator_alone_stays_as_it_is() -> None:
     calls = layers(torch.randn(2, 8), torch.zeros(2, 8))[:1]
-    assert command_list.with_command_lists(calls) == calls and command_list.with_command_lists([]) == []
+    assert runtime.with_command_lists(calls) == calls and runtime.with_command_lists([]) == []
 
 
 def test_what_a_plan_holds_is_given_back() -> None:
@@ -120,7 +124,7 @@ def test_what_a_plan_holds_is_given_back() -> None:
     calls = layers(x, out)
     held = calls[0].args[2].untyped_storage()  # type: ignore[attr-defined]
     uses = torch._C._storage_Use_Count(held._cdata)
-    planned = command_list.with_command_lists(calls)
+    planned = runtime.with_command_lists(calls)
     assert torch._C._storage_Use_Count(held._cdata) == uses, "of a tensor, not of its memory"
     del calls
     gc.collect()
@@ -134,7 +138,7 @@ def test_what_a_plan_holds_is_given_back() -> None:
 def test_one_that_ends_during_a_recording_is_no_part_of_it() -> None:
     """Or each replay would drop the plan that has its number then."""
     x, out = torch.randn(2, 8), torch.zeros(2, 8)
-    planned = command_list.with_command_lists(layers(x, out))
+    planned = runtime.with_command_lists(layers(x, out))
     number = planned[0].args[0]  # type: ignore[attr-defined]
 
     def function() -> None:
@@ -152,11 +156,11 @@ def test_an_error_ends_the_plan_and_the_next_one_starts_anew() -> None:
     product = partial(operators.gemv_out.default, out, x, weight, None)
     after = partial(operators.gemv_out.default, length, x, weight, None)
     wrong = partial(operators.gemv_out.default, out, torch.randn(2, 7), weight, None)
-    (planned,) = command_list.with_command_lists([product, wrong, after])
+    (planned,) = runtime.with_command_lists([product, wrong, after])
     with pytest.raises(RuntimeError, match="gemv"):
         planned()
     assert out.any() and not length.any()
-    (planned,) = command_list.with_command_lists([product, after])
+    (planned,) = runtime.with_command_lists([product, after])
     planned()
     assert length.any()
 
@@ -164,7 +168,7 @@ def test_an_error_ends_the_plan_and_the_next_one_starts_anew() -> None:
 def test_what_no_operator_can_be_given_raises_at_once_and_closes_the_plan() -> None:
     product = partial(operators.gemv_out.default, torch.zeros(2, 8), "x", torch.zeros(8, 8), None)
     with pytest.raises(RuntimeError):
-        command_list.with_command_lists([product, product])
+        runtime.with_command_lists([product, product])
     operators.open_plan()
     operators.close_plan(0)
 
@@ -199,7 +203,7 @@ def test_numbers_that_are_none() -> None:
 def test_without_a_place_calls_stay_single(full: None) -> None:
     x, out = torch.randn(2, 8), torch.zeros(2, 8)
     calls = layers(x, out)
-    assert command_list.with_command_lists(calls) == calls
+    assert runtime.with_command_lists(calls) == calls
 
 
 def test_names_are_those_of_the_kernels() -> None:
@@ -210,4 +214,4 @@ def test_names_are_those_of_the_kernels() -> None:
             if "FASTGEN_PLANNED(" in line:
                 registered.add("fastgen::" + line.split('impl("')[1].split('"')[0])
     by_themselves = {f"fastgen::{name}" for name in ("elementwise", "grouped_linear_out", "grouped_linear_batch_out")}
-    assert not registered & by_themselves and registered | by_themselves == command_list.OPERATORS
+    assert not registered & by_themselves and registered | by_themselves == runtime.OPERATORS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastgen import selfcheck
+from fastgen import report
 from fastgen.ops import _library
 
 
@@ -29,8 +29,8 @@ def test_the_status_without_operators(
     monkeypatch.setenv("FASTGEN_NO_EXT", asked)
     monkeypatch.setattr(_library, "load", lambda device: "the extension was not built")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(selfcheck, "run", lambda: selfcheck.Finding(True, "a model both ways"))
-    line, found = selfcheck.line()
+    monkeypatch.setattr(report, "check", lambda: report.Finding(True, "a model both ways"))
+    line, found = report.line()
     assert found is accelerates and "the extension was not built" in line and "Transformers" in line
     assert ("WITHOUT" in line) is not accelerates
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library, best_candidates, sort_rows, top_two
-from fastgen.ops.top_p import EVERYTHING, top_p_
+from fastgen.ops import _library, search_step
+from fastgen.ops.search_step import EVERYTHING, top_p_
 from tests.decoding.captured.replayed import Replayed
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -24,15 +24,15 @@ def _top_p(scores: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, running: Tensor) -> Any:
-    return best_candidates.by_beam(scores, running, 8, normalise=True)
+    return search_step.by_beam(scores, running, 8, normalise=True)
 
 
 # Of each operator: a function that calls it, and the shapes of what it is given.
 RECORDED: dict[Any, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     ops.best_candidates_out.default: (_best, ((8, 900), (2, 4))),
     ops.top_p_.default: (_top_p, ((3, 3000), (3, 1))),
-    ops.sort_rows_out.default: (sort_rows.sort_rows, ((2, 3000),)),
-    ops.top_two_out.default: (lambda scores: top_two.top_two(scores, 0.01), ((3, 40),)),
+    ops.sort_rows_out.default: (search_step.sort_rows, ((2, 3000),)),
+    ops.top_two_out.default: (lambda scores: search_step.top_two(scores, 0.01), ((3, 40),)),
 }
 
 

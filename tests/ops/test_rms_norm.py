@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fastgen.ops import _library
 from fastgen.ops import gpu as package
 from fastgen.ops import rms_norm as module
-from fastgen.ops.gpu.rms_norm import launch
+from fastgen.ops.gpu.launches import launch_rms_norm
 from fastgen.ops.rms_norm import reference, rms_norm
 from tests.ops.instructions import each_set, instruction_set
 
@@ -32,7 +32,7 @@ class Norm(NamedTuple):
 def norm(request: pytest.FixtureRequest, device: torch.device) -> Norm:
     if request.param == "triton":
         request.getfixturevalue("kernels")
-        return Norm(launch, device, package.is_interpreted())
+        return Norm(launch_rms_norm, device, package.is_interpreted())
     if request.param == "reference":
         return Norm(reference, device)
     if _library.load("CPU"):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops import _library, sort_rows
+from fastgen.ops import _library, search_step
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 
@@ -16,7 +16,7 @@ WIDTHS = [2048, 2049, 4097, 20000, 70000]
 
 
 def assert_as_torch(x: torch.Tensor) -> None:
-    values, columns = sort_rows.sort_rows(x)
+    values, columns = search_step.sort_rows(x)
     wanted = torch.sort(x, stable=True)
     assert torch.equal(columns, wanted.indices) and columns.dtype is torch.int64
     kind = torch.int32 if x.dtype is torch.float32 else torch.int64
@@ -41,7 +41,7 @@ def test_as_torch(rows, width, levels, odd, kinds, scale, seed):
     some = ODD[torch.randperm(len(ODD), generator=generator)][:kinds]
     chosen = some[torch.randint(kinds, x.shape, generator=generator)]
     x = torch.where(torch.rand(x.shape, generator=generator) < odd, chosen, x)
-    assert sort_rows.serves(x)
+    assert search_step.sorts(x)
     assert_as_torch(x)
 
 
@@ -66,6 +66,6 @@ def test_other_shapes(shape):
 
 def test_other_types_are_torchs():
     x = torch.randn(2, 5000, dtype=torch.float64)
-    assert not sort_rows.serves(x)
+    assert not search_step.sorts(x)
     assert_as_torch(x)
-    assert not sort_rows.serves(torch.randn(2, 5000, requires_grad=True))
+    assert not search_step.sorts(torch.randn(2, 5000, requires_grad=True))

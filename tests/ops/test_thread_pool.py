@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from fastgen.ops import _library, rms_norm, thread_pool
+from fastgen.ops import _library, rms_norm, runtime
 from fastgen.ops.linear import panels
 from fastgen.ops.linear.kernels import GEMM, GEMV
 from tests.ops.instructions import threads
@@ -24,7 +24,7 @@ take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_te
 def no_pool():
     yield
     give_back()
-    thread_pool._left = 0
+    runtime._left = 0
 
 
 def others_time() -> float:
@@ -93,7 +93,7 @@ def test_processors_and_forks():
     code = """
 import os, signal, torch
 torch.set_num_threads(1)
-from fastgen.ops import thread_pool
+from fastgen.ops import runtime
 from fastgen.ops import rms_norm
 x, weight = torch.randn(2000, 64), torch.ones(64)
 expected = rms_norm.rms_norm(x, weight, 1e-6)
@@ -127,7 +127,7 @@ def test_nobody_waits_for_a_thread_that_does_not_run():
     code = """
 import os, time, torch
 torch.set_num_threads(1)
-from fastgen.ops import rms_norm, thread_pool
+from fastgen.ops import rms_norm, runtime
 x, weight = torch.randn(2000, 576), torch.ones(576)
 expected = rms_norm.rms_norm(x, weight, 1e-6)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -152,15 +152,15 @@ assert others < alone / 4, (others, alone)  # three quarters of the work are the
 
 
 @needs_kernel
-@pytest.mark.skipif(thread_pool._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
+@pytest.mark.skipif(runtime._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
 def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
     sleeps, threads = 0, torch.get_num_threads()
-    monkeypatch.setattr(thread_pool, "_switches", lambda: sleeps)
-    monkeypatch.setattr(thread_pool, "REPLAYS", 3)
-    monkeypatch.setattr(thread_pool, "_next", 3)
-    monkeypatch.setattr(thread_pool, "MOST_REPLAYS", 8)
+    monkeypatch.setattr(runtime, "_switches", lambda: sleeps)
+    monkeypatch.setattr(runtime, "REPLAYS", 3)
+    monkeypatch.setattr(runtime, "_next", 3)
+    monkeypatch.setattr(runtime, "MOST_REPLAYS", 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: max(threads, 2))
-    monkeypatch.setattr(thread_pool, "processors", lambda: max(threads, 2))
+    monkeypatch.setattr(runtime, "processors", lambda: max(threads, 2))
 
     def has_pool() -> bool:
         taken = take(2)
@@ -170,17 +170,17 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_pool):
 
     def replay(slept: int) -> bool:
         nonlocal sleeps
-        with thread_pool.for_replay():
+        with runtime.for_replay():
             sleeps += slept
             return has_pool()
 
     assert not replay(0)
-    assert not replay(thread_pool._MOST_SWITCHES)
-    assert not replay(thread_pool._MOST_SWITCHES + 1)
+    assert not replay(runtime._MOST_SWITCHES)
+    assert not replay(runtime._MOST_SWITCHES + 1)
     assert [replay(0) for _ in range(4)] == [True, True, True, False]
     assert not replay(0)
     assert not has_pool()
-    slept = thread_pool._MOST_SWITCHES + 1
+    slept = runtime._MOST_SWITCHES + 1
     for count in (3, 6, 8, 8):  # torch's threads have a try behind more and more
         assert not replay(slept)
         assert [replay(0) for _ in range(count)] == [True] * count
@@ -197,8 +197,8 @@ def test_it_has_a_processor_for_each_thread(monkeypatch, no_pool):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        thread_pool._left = 2
-        with thread_pool.for_replay():
+        runtime._left = 2
+        with runtime.for_replay():
             assert take(2)  # it was free
     finally:
         os.sched_setaffinity(0, allowed)
@@ -206,10 +206,10 @@ def test_it_has_a_processor_for_each_thread(monkeypatch, no_pool):
 
 @needs_kernel
 def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_pool):
-    thread_pool._left = 2
+    runtime._left = 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(thread_pool, "processors", lambda: 2)
-    with pytest.raises(KeyError), thread_pool.for_replay():
+    monkeypatch.setattr(runtime, "processors", lambda: 2)
+    with pytest.raises(KeyError), runtime.for_replay():
         assert not take(2)  # it has it
         raise KeyError
     assert take(2)

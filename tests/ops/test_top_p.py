@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import TopPLogitsWarper
 
 import fastgen
-from fastgen.ops.top_p import EVERYTHING, top_p_
+from fastgen.ops.search_step import EVERYTHING, top_p_
 from tests.noting import noted
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops import _library, top_two
+from fastgen.ops import _library, search_step
 from tests.decoding.captured.replayed import Replayed
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -16,7 +16,7 @@ ODD = torch.tensor([-torch.inf, torch.inf, torch.nan, -1e9, 1e9, torch.finfo(tor
 
 
 def assert_as_reference(scores: torch.Tensor, share: float) -> None:
-    found, wanted = top_two.top_two(scores, share), top_two.reference(scores, share)
+    found, wanted = search_step.top_two(scores, share), search_step.top_two_reference(scores, share)
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert found[0].dtype is torch.int64 and found[1].dtype is torch.bool
 

@@ -15,7 +15,7 @@ import transformers
 
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.identity import _plain, content
+from fastgen.pipeline.journal import _plain, content
 from tests.pipeline import tiny
 from tests.pipeline.test_loading import settings
 
@@ -189,7 +189,7 @@ def test_a_run_knows_its_adapters_in_another_process_and_place() -> None:
 def test_vectors_are_made_as_the_model_makes_them(tmp_path: Path) -> None:
     """With the pooling and the prompts of the model that the adapters were trained for."""
     from fastgen.pipeline.encoding.loading import load_embedder
-    from fastgen.pipeline.encoding.options import EmbedOptions
+    from fastgen.pipeline.settings import EmbedOptions
     from fastgen_serve.workers.encoders import VectorEncoder, classifies
     from fastgen_serve.workers.loading import generates
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fastgen.pipeline.batches import Batch, Resumed, Rules, Window, cut, plan, split_rows
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.records import Problem, Record
+from fastgen.pipeline.inputs import Record
+from fastgen.pipeline.readers import Problem
 from tests.partitions import cuts
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=80)

@@ -18,7 +18,7 @@ import torch
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.identity import _code, content
+from fastgen.pipeline.journal import _code, content
 from fastgen.pipeline.loading import _check_tokenizer, quiet_transformers
 from fastgen_serve.workers.loading import read_generating
 from tests.pipeline import tiny

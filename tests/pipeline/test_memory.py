@@ -143,12 +143,12 @@ def test_capacity_for_what_is_generated():
 def test_sizes_are_those_of_the_captured_step_and_of_the_store():
     from fastgen.decoding.kv import growing as kv
     from fastgen.optimizer.transformers import prefill
-    from fastgen.optimizer.transformers.captured import prefilled_call, sizes
+    from fastgen.optimizer.transformers.captured import key, prefilled_call
 
     assert memory.MIN_SHARED_PREFIX == kv.MIN_SHARED_PREFIX
     assert memory.FIRST_CAPACITY == prefill._MAX_FIRST_CAPACITY
-    assert memory.CAPTURED_CAPACITIES == (sizes._FIRST_NEW, sizes._MAX_FIRST_NEW)
-    assert memory.CAPTURED_PREFIX == sizes._MULTIPLE and memory.CAPTURED_BATCHES == prefilled_call.BATCHES
+    assert memory.CAPTURED_CAPACITIES == (key._FIRST_NEW, key._MAX_FIRST_NEW)
+    assert memory.CAPTURED_PREFIX == key._MULTIPLE and memory.CAPTURED_BATCHES == prefilled_call.BATCHES
 
 
 def test_a_captured_step_has_buffers_of_its_own():

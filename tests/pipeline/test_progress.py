@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from fastgen.pipeline import progress
+from fastgen.pipeline import stages
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stages.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_log_has_a_line_a_minute(
     total: int | None, expected: list[str], clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = progress.Progress("samples", total, already=2)
+    shown = stages.Progress("samples", total, already=2)
     for seconds, count in ((30.0, 1), (70.0, 1), (100.0, 1), (129.0, 1)):
         clock[0] = seconds
         shown.add(count, "7 tokens/s")
@@ -42,7 +42,7 @@ def test_a_log_has_a_line_a_minute(
 
 
 def test_quiet_is_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    shown = progress.Progress("samples", 10, quiet=True)
+    shown = stages.Progress("samples", 10, quiet=True)
     clock[0] = 1000.0
     shown.add(5)
     shown.close()
@@ -51,7 +51,7 @@ def test_quiet_is_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]
 
 def test_no_standard_error_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    shown = progress.Progress("samples", 10)
+    shown = stages.Progress("samples", 10)
     shown.add(5)
     shown.close()
 
@@ -68,7 +68,7 @@ def test_a_terminal_has_a_bar(
     monkeypatch.setenv("COLUMNS", "100")
     with open(end, "w") as screen, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", screen)
-        shown = progress.Progress("samples", total, already=2, quiet=quiet)
+        shown = stages.Progress("samples", total, already=2, quiet=quiet)
         for _ in range(4):
             clock[0] += 1.0
             shown.add(2, "7 tokens/s")

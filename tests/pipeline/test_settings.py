@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.quantizing import QuantizeOptions
+from fastgen.pipeline.settings import ClassifyOptions, EmbedOptions
 from fastgen_serve.settings import ServeSettings
 
 FILES = {"model": "m", "input": "in.txt", "output": "out.jsonl"}

@@ -14,8 +14,9 @@ from fastgen.pipeline import journal
 from fastgen.pipeline.batches import Window
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.generation import RunOptions
+from fastgen.pipeline.inputs import Record
 from fastgen.pipeline.layouts import GENERATION
-from fastgen.pipeline.records import Problem, Record
+from fastgen.pipeline.readers import Problem
 from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, write_json
 from tests.pipeline.children import files_of_at_most
 

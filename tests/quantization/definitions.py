@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgen.quantization.quantized_tensor import QuantizedTensor
+from fastgen.quantization.checkpoint import QuantizedTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.formats import AWQ, GPTQ, PackQuantized
-from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
-from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
+from fastgen.quantization.checkpoint import Format, QuantizedTensor, dequantized
+from fastgen.quantization.formats import AWQ, BLOCK_TYPES, GPTQ, Blocks, BlockType, PackQuantized
 from tests.quantization import definitions
 from tests.quantization.definitions import by_definition, random_weight
 

@@ -15,8 +15,8 @@ from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import grouped
 from fastgen.ops.linear.kernels import GEMM
 from fastgen.quantization import layer_weight
-from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
-from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
+from fastgen.quantization.checkpoint import QuantizedTensor, dequantized
+from fastgen.quantization.formats import BLOCK_TYPES, Blocks, BlockType
 from tests.noting import noted
 from tests.quantization.definitions import random_weight
 from tests.quantization.test_formats import blocks_of

@@ -16,12 +16,9 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops.gpu import grouped_linear as lines
 from fastgen.ops.linear import grouped
 from fastgen.quantization import layer_weight, layers
-from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.formats import GPTQ, PackQuantized
-from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
-from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, keeps_bits
-from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
-from fastgen.quantization.unpacked import Unpacked
+from fastgen.quantization.checkpoint import Format, QuantizedTensor, dequantized
+from fastgen.quantization.formats import BLOCK_TYPES, GPTQ, Blocks, PackQuantized
+from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, Unpacked, keeps_bits
 from tests.noting import noted
 from tests.quantization import definitions
 from tests.quantization.definitions import random_weight

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastgen.quantization.calibration import Quantised
-from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
-from fastgen.quantization.rtn import Kind, make_grid, round_to_nearest
+from fastgen.quantization.checkpoint import QuantizedTensor, dequantized
+from fastgen.quantization.rounding import Kind, make_grid, round_to_nearest
 from fastgen.quantization.writing import config, load_block, save_block, tensors
 
 

@@ -1,5 +1,5 @@
 // The best continuations of each input over all its beams, on the CPU, in float32, bfloat16 or float16. The schema is
-// defined in fastgen/ops/best_candidates.py.
+// defined in fastgen/ops/search_step.py.
 //
 // Almost no score is among the best. Scores are therefore compared with the worst of the best so far, vector by vector,
 // and only better ones are examined. The denominator of a softmax is summed in the same pass (Milakov and Gimelshein,

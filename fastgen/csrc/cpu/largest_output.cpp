@@ -14,7 +14,7 @@ namespace {
 
 using namespace fastgen;
 
-// Whether a second output of a row is about as large as the largest (fastgen/ops/top_two.py).
+// Whether a second output of a row is about as large as the largest (fastgen/ops/search_step.py).
 struct Near {
   bool* is_near;  // of each row; null if not requested
   float masked, share;

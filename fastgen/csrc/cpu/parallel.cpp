@@ -1,4 +1,4 @@
-// A thread pool for one recorded graph at a time. The schema is defined in fastgen/ops/thread_pool.py.
+// A thread pool for one recorded graph at a time. The schema is defined in fastgen/ops/runtime.py.
 #include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
@@ -239,7 +239,7 @@ void forget_team() {
 // it unfinished in the child, which would wait for it forever.
 const int forgets_at_fork = pthread_atfork(nullptr, nullptr, forget_team);
 
-// See fastgen/ops/thread_pool.py.
+// See fastgen/ops/runtime.py.
 bool take_team(int64_t threads) {
   if (threads < 2 || threads > kMostThreads || forgets_at_fork != 0 || own != nullptr || inside) return false;
   if (is_taken.exchange(true)) return false;

@@ -1,4 +1,4 @@
-// Command lists of operators. The schemas are defined in fastgen/ops/command_list.py.
+// Command lists of operators. The schemas are defined in fastgen/ops/runtime.py.
 #include "plan.h"
 
 #include <torch/csrc/stable/library.h>

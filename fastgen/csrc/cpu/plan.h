@@ -1,5 +1,5 @@
 // Command lists: operators with their arguments, executed by one call from Python. The schemas are in
-// fastgen/ops/command_list.py.
+// fastgen/ops/runtime.py.
 //
 // While a thread has a list open, an operator that is registered with FASTGEN_PLANNED is not executed, but appended
 // with its arguments. Operators therefore need no code for lists, and read their arguments in one way. A few append

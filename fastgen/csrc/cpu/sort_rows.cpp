@@ -1,4 +1,4 @@
-// Sorts the rows of a matrix of float32, on the CPU. The schema is defined in fastgen/ops/sort_rows.py.
+// Sorts the rows of a matrix of float32, on the CPU. The schema is defined in fastgen/ops/search_step.py.
 //
 // A radix sort of the bits, least significant digit first (Knuth, "The Art of Computer Programming", volume 3, section
 // 5.2.5): it has no comparisons, and is stable. If top-k sampling has left a few scores and set the others to -inf,

@@ -1,5 +1,5 @@
 // The best score of each row, and whether another one is about as good, in one pass over the scores, on the CPU. The
-// schema is defined in fastgen/ops/top_two.py.
+// schema is defined in fastgen/ops/search_step.py.
 //
 // The pass finds the largest score of each block. Only the block with the best one is then read again: for its index
 // and for the second best in the same block.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import NOTHING, Search
 from fastgen.ops import search_step
-from fastgen.ops.best_candidates import Candidates, best_continuations
+from fastgen.ops.search_step import Candidates, best_continuations
 
 # Added to the scores of impossible candidates, as in the library.
 _NEVER = -1.0e9

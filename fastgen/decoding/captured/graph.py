@@ -1,6 +1,7 @@
-"""A CUDA graph: the kernels that a function launches, captured once and launched again with one call.
+"""CUDA graphs, and what runs a part of a step eagerly, captures it and replays it, one call at a time.
 
-On a CPU, a `Program` replaces it.
+A CUDA graph holds the kernels that a function launches, captured once and launched again with one call. On a CPU, a
+`Program` replaces it.
 """
 
 from __future__ import annotations
@@ -9,23 +10,21 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
+from fastgen.decoding import derived_weights
+from fastgen.decoding.captured.capturable import capturable
 from fastgen.decoding.captured.program import Program, is_running
-from fastgen.decoding.kv import row_lengths
-from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.weights import cache
-from fastgen.interrupts import undoing
-from fastgen.locks import forkable_lock
+from fastgen.decoding.program_memory import Growing
+from fastgen.decoding.retrying import BackOff
+from fastgen.interrupts import forkable_lock, undoing
 from fastgen.memory import no_collection
 from fastgen.ops import _library
 from fastgen.ops import gpu as operators
@@ -52,13 +51,13 @@ def taken(device: torch.device, patience: float = 0.0) -> Iterator[None]:
     if lock._is_owned():  # a call inside another one
         if is_running():
             raise CannotBeCaptured("a call inside a captured step of another one, on the CPU")
-        with cache.call():
+        with derived_weights.call():
             yield
         return
     with undoing(partial(_give_back, lock)):
         if not _acquired(lock, -1 if waits(device) else patience):
             raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
-        with cache.call():
+        with derived_weights.call():
             yield
 
 
@@ -105,7 +104,7 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     Between two of its graphs or programs, a call needs nothing from their memory. On a CPU, no thread waits for a call
     unless `captured_step` is "always".
     """
-    cache.third_party_runs()
+    derived_weights.third_party_runs()
     if not waits(device):
         yield
         return
@@ -135,8 +134,6 @@ class _Shared(NamedTuple):
 
 
 _shared: dict[int, _Shared] = {}
-# The most numbers of which a tensor is made on the device, with one call for each.
-_MOST_NUMBERS = 256
 # Graphs whose capture failed. In some releases, torch's allocators still ask them for their streams.
 _abandoned: list[Any] = []
 
@@ -259,92 +256,6 @@ def _capture_little(index: int, **options: Any) -> Any:
     return little
 
 
-def capturable(function: Callable[[], object]) -> Callable[[], None]:
-    """Returns the function with avoidable host copies and waits replaced (`Capturable`)."""
-
-    def run() -> None:
-        with Capturable():
-            function()
-
-    return run
-
-
-class Capturable(TorchFunctionMode):
-    """Makes tensors on the device from values that the host knows, where torch would copy or ask the device.
-
-    One mode does all of it, because each mode adds a microsecond to every torch call of a model.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        func = _CAPTURABLE.get(func, func)
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-def _where(*args: Any, **options: Any) -> Any:
-    """Replaces `torch.where`, and makes tensors of numbers."""
-    if len(args) == 3:
-        condition, x, y = args
-        args = condition, _tensor(x, y, condition.device), _tensor(y, x, condition.device)
-    return torch.where(*args, **options)
-
-
-def _where_of(*args: Any, **options: Any) -> Any:
-    """Replaces `Tensor.where`, whose first argument is the tensor."""
-    if len(args) == 3:
-        x, condition, y = args
-        return _where(condition, x, y, **options)
-    return Tensor.where(*args, **options)
-
-
-def _tensor_of(*args: Any, **options: Any) -> Tensor:
-    """Replaces `torch.tensor` of a number with a device, and of a few numbers.
-
-    The numbers become arguments of recorded operators: they are frozen, and compared with sizes, like all others.
-    """
-    if len(args) != 1 or not options.keys() <= {"device", "dtype"}:
-        return torch.tensor(*args, **options)
-    numbers = args[0]
-    if isinstance(numbers, (bool, int, float)) and options.get("device") is not None:
-        return torch.full((), numbers, **options)
-    kinds = set(map(type, numbers)) if isinstance(numbers, (list, tuple)) and len(numbers) <= _MOST_NUMBERS else ()
-    if len(kinds) == 1 and kinds <= {bool, int, float}:
-        return torch.stack([torch.full((), number, **options) for number in numbers])
-    return torch.tensor(*args, **options)
-
-
-def _getitem(tensor: Tensor, index: Any) -> Any:
-    """Replaces `Tensor.__getitem__`, with a slice for a list of one index, of which torch would make a tensor."""
-    parts = index if type(index) is tuple else (index,)
-    lists = [at for at, part in enumerate(parts) if type(part) is list]
-    if len(lists) != 1 or not all(type(part) in (list, slice, EllipsisType) for part in parts):
-        return row_lengths.getitem(tensor, index)
-    (at,) = lists
-    if len(parts[at]) != 1 or type(parts[at][0]) is not int:
-        return row_lengths.getitem(tensor, index)
-    (place,) = parts[at]
-    found = Tensor.__getitem__(tensor, (*parts[:at], slice(place, place + 1 or None), *parts[at + 1 :]))
-    axis = at - len(parts) if any(part is Ellipsis for part in parts[:at]) else at
-    if found.shape[axis] != 1:  # the index is out of range, for which a slice raises no error
-        return row_lengths.getitem(tensor, index)
-    return found.clone()  # indexing with a list gives no view
-
-
-_CAPTURABLE: dict[Any, Callable[..., Any]] = {
-    torch.where: _where,
-    Tensor.where: _where_of,
-    torch.tensor: _tensor_of,
-    torch.arange: row_lengths.arange,
-    Tensor.__getitem__: _getitem,
-}
-
-
-def _tensor(x: Any, other: Any, device: torch.device) -> Any:
-    """Returns a number as a tensor, of the dtype that it and `other` promote to."""
-    if isinstance(x, Tensor):
-        return x
-    return torch.full((), x, dtype=torch.result_type(x, other), device=device)
-
-
 class LateFlag:
     """A flag on the device, set once, that the host reads `late` steps later, so that the device never waits for it."""
 
@@ -396,3 +307,120 @@ def _let_end(events: list[torch.cuda.Event], flag: Tensor) -> None:
     """Waits for the steps under way, which still write to the flag."""
     with contextlib.suppress(Exception):
         _wait_for(events)
+
+
+# ---- parts of a step
+
+# What the host does after a piece, if anything; and a piece, with what the host does after it.
+Then = Callable[..., None] | None
+Piece = tuple[Callable[[], object], Then]
+# Steps between running out of memory and the next attempt: half of the first wait, and the longest wait.
+_PAUSES = 16, 512
+
+
+class CapturedPart:
+    """The state machine of a captured part: some eager runs, a capture, and replays.
+
+    A part is split into pieces if the host does something in between. The pieces' functions are not kept, because they
+    reference the model, which would never be freed.
+
+    Args:
+        warm_ups: runs before the capture, in which kernels are compiled and libraries prepare themselves.
+
+    Attributes:
+        made: the recordings of its pieces; empty until it is captured.
+        declined: numbers of inputs for which there can be no programs.
+        out_of_memory: numbers of inputs for which there was no memory, to be tried again after a back-off.
+    """
+
+    def __init__(self, device: torch.device, growing: Growing | None = None, warm_ups: int = 0) -> None:
+        self._device, self._growing, self._warm_ups = device, growing, warm_ups
+        self.made: list[tuple[Graph | Program, Then]] = []
+        self._by_inputs: dict[int, list[tuple[Graph | Program, Then]]] = {}
+        self.declined: set[int] = set()
+        self.out_of_memory: dict[int, BackOff] = {}
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self.made)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the next run may capture it."""
+        return self._warm_ups <= 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether the recordings stay valid when the buffers get other memory."""
+        return all(made.follows for pieces in (self.made, *self._by_inputs.values()) for made, _ in pieces)
+
+    def drop(self) -> None:
+        """Drops the recordings."""
+        self.made = []
+        self._by_inputs = {}
+        self.declined = set()
+
+    # ---- programs for numbers of inputs
+
+    def is_declined(self, inputs: int) -> bool:
+        """Whether programs for this many inputs are not to be made now. To be called once in each step."""
+        back_off = self.out_of_memory.get(inputs)
+        return inputs in self.declined or (back_off is not None and back_off.waits())
+
+    def decline_for_now(self, inputs: int) -> None:
+        """Notes that there was too little memory for programs for this many inputs. There may be more later."""
+        self.out_of_memory.setdefault(inputs, BackOff(*_PAUSES)).fail()
+
+    @property
+    def is_specialized(self) -> bool:
+        """Whether there are programs for fewer inputs than the batch."""
+        return bool(self._by_inputs)
+
+    def smallest(self, inputs: int) -> int | None:
+        """Returns the smallest number of at least `inputs` inputs that there are programs for, or None."""
+        return min((number for number in self._by_inputs if number >= inputs), default=None)
+
+    def use(self, inputs: int) -> bool:
+        """Has later replays use the programs for this many inputs. Returns whether there are any."""
+        self.made = self._by_inputs.get(inputs, self.made)
+        return inputs in self._by_inputs
+
+    def specialize(self, inputs: int, batch: int, programs: Iterable[Program], pieces: Iterable[Piece]) -> None:
+        """Uses programs of its pieces for the first `inputs` of the batch, instead of a capture."""
+        if self.made and not self._by_inputs:  # it was captured
+            self._by_inputs[batch] = self.made
+        self._by_inputs[inputs] = [(program, then) for program, (_, then) in zip(programs, pieces, strict=True)]
+        self.use(inputs)
+
+    def run(self, pieces: Iterable[Piece], *given: Any) -> None:
+        """Runs the part eagerly. What the host does after a piece gets `given`."""
+        self._warm_ups -= 1
+        as_captured = (lambda run: run) if is_recorded(self._device) else capturable
+        run_pieces([(as_captured(run), then) for run, then in pieces], given)
+
+    def capture(self, pieces: Iterable[Piece], *given: Any) -> None:
+        """Captures the part, and runs the recordings. If these fail, the part does not count as captured.
+
+        Raises:
+            RuntimeError: the part does something that cannot be captured. Exceptions of the pieces are passed on.
+        """
+        made = [(self._captured(run), then) for run, then in pieces]
+        run_pieces([(each.replay, then) for each, then in made], given)
+        self.made = made
+
+    def replay(self, *given: Any) -> None:
+        """Replays the recordings."""
+        run_pieces([(each.replay, then) for each, then in self.made], given)
+
+    def _captured(self, run: Callable[[], object]) -> Graph | Program:
+        made = new(self._device, self._growing)
+        made.capture(capturable(run))
+        return made
+
+
+def run_pieces(pieces: Iterable[Piece], given: tuple[Any, ...]) -> None:
+    """Runs pieces one after the other, each followed by what the host does after it, which gets `given`."""
+    for run, then in pieces:
+        run()
+        if then is not None:
+            then(*given)

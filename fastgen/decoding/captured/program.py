@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen import patching
-from fastgen.decoding import arena, graph_passes, linear_ops, lm_head, lm_head_pass, panel_ops
+from fastgen.decoding import linear_ops, lm_head, program_memory, recorded_graph
 from fastgen.decoding.captured.recording import record, tensors_in
-from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.operations import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
+from fastgen.decoding.program_memory import Growing
+from fastgen.decoding.recorded_graph import COPIES, Constant, Operation, Recording, TensorRef, storage_of, with_out
 from fastgen.memory import no_collection
-from fastgen.ops import command_list, elementwise, thread_pool, top_two
+from fastgen.ops import elementwise, runtime, search_step
 
 # Shared by all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time run programs, and a program
 # passes results to the next one only in tensors that existed before the capture.
-memory = arena.Arena()
+memory = program_memory.Arena()
 
 _running: ContextVar[bool] = ContextVar("fastgen_program", default=False)
 
@@ -50,11 +50,11 @@ class Program:
     """
 
     def __init__(
-        self, memory: arena.Arena = memory, growing: Growing | None = None, prepared: Prepared | None = None
+        self, memory: program_memory.Arena = memory, growing: Growing | None = None, prepared: Prepared | None = None
     ) -> None:
         self._memory, self._growing = memory, growing
-        self._calls = panel_ops.Calls()
-        self._chunks: set[arena.Chunk] = set()
+        self._calls = linear_ops.Calls()
+        self._chunks: set[program_memory.Chunk] = set()
         self.follows = False
         if prepared is not None:
             with torch._C._InferenceMode(True):
@@ -72,7 +72,7 @@ class Program:
     def take(self, prepared: Prepared) -> None:
         """Compiles a prepared recording, which later replays execute."""
         compiler = _Compiler(prepared, self._growing)
-        self._calls, self._chunks = panel_ops.Calls(compiler.calls()), prepared.chunks
+        self._calls, self._chunks = linear_ops.Calls(compiler.calls()), prepared.chunks
         self.follows = compiler.follows
 
     def replay(self) -> None:
@@ -80,8 +80,8 @@ class Program:
         before = _running.get()
         _running.set(True)  # `patching.held` would cost 3 us in each replay
         try:
-            with torch._C._InferenceMode(True), thread_pool.for_replay():
-                for call in self.calls(planned=not command_list.is_profiled()):
+            with torch._C._InferenceMode(True), runtime.for_replay():
+                for call in self.calls(planned=not runtime.is_profiled()):
                     call()
         finally:
             _running.set(before)
@@ -92,7 +92,7 @@ class Program:
 
 
 def prepared(
-    function: Callable[[], object], memory: arena.Arena = memory, scratch: frozenset[int] = frozenset()
+    function: Callable[[], object], memory: program_memory.Arena = memory, scratch: frozenset[int] = frozenset()
 ) -> Prepared:
     """Records a function and prepares it for execution. `scratch` is as in `record`.
 
@@ -123,7 +123,7 @@ class Prepared:
 
     groups: list[list[Operation]]
     storages: list[torch.UntypedStorage]
-    places: dict[int, tuple[arena.Chunk, int]]
+    places: dict[int, tuple[program_memory.Chunk, int]]
     made: frozenset[int]
     read: frozenset[int]
     written: frozenset[int]
@@ -132,11 +132,12 @@ class Prepared:
     follows: bool | None = None
 
     @staticmethod
-    def of(recording: Recording, memory: arena.Arena) -> Prepared:
+    def of(recording: Recording, memory: program_memory.Arena) -> Prepared:
         """Prepares a recording. Raises RuntimeError if it is incomplete, or there is too little memory."""
         _check_that_all_is_written(recording)
         host_values = frozenset(recording.host_values)
-        recording = graph_passes.run(recording)
+        recording = recorded_graph.run_passes(recording)
+        recording.operations = lm_head.with_greedy_heads(recording.operations)
         groups = _grouped(recording.operations)
         return Prepared(
             groups,
@@ -159,7 +160,7 @@ class Prepared:
         return itertools.chain(self.constants, self.operations)
 
     @property
-    def chunks(self) -> set[arena.Chunk]:
+    def chunks(self) -> set[program_memory.Chunk]:
         """The chunks that hold the results."""
         return {chunk for chunk, _ in self.places.values()}
 
@@ -177,9 +178,9 @@ class _Compiler:
         self._read, self._written = prepared.read, prepared.written
         self._heads: dict[int, lm_head.GreedyHead] = {}
 
-    def calls(self) -> list[Callable[[], object] | panel_ops.PanelOps]:
+    def calls(self) -> list[Callable[[], object] | linear_ops.PanelOps]:
         """Returns the calls. Adjacent small elementwise operators become one call, as do the products of a group."""
-        found: list[Callable[[], object] | panel_ops.PanelOps] = []
+        found: list[Callable[[], object] | linear_ops.PanelOps] = []
         calls = (call for group in self._groups for call in linear_ops.batched([self._call_of(each) for each in group]))
         for are_small, neighbours in itertools.groupby(calls, lambda call: isinstance(call, list)):
             some: list[Any] = list(neighbours)
@@ -190,12 +191,12 @@ class _Compiler:
         args, kwargs = tree_unflatten([self._value(arg) for arg in operation.args], operation.structure)
         function = operation.function
         results: list[Any] = [ref and self._value(ref) for ref in operation.outputs]
-        if function is lm_head_pass.APPROXIMATE_LOGITS:
+        if function is lm_head.APPROXIMATE_LOGITS:
             head = self._heads[storage_of(operation.outputs[0])] = lm_head.GreedyHead(*results, *args)
             return partial(head.multiply)
-        if function is lm_head_pass.ARGMAX:
+        if function is lm_head.ARGMAX:
             return partial(self._heads[storage_of(operation.args[0])].find, *results)
-        if function is lm_head_pass.TOP_TWO:
+        if function is lm_head.TOP_TWO:
             return partial(self._heads[storage_of(operation.args[2])].find_two, *args[:2], *args[3:5])
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.outputs
@@ -214,7 +215,7 @@ class _Compiler:
         if function in COPIES and results[0] is not None:
             return partial(torch.ops.aten.copy_.default, results[0], args[0])
         if function is torch.ops.aten.argmax.default and args[1:] in ((-1,), (1,)) and results[0] is not None:
-            own = top_two.argmax_into(results[0], args[0])
+            own = search_step.argmax_into(results[0], args[0])
             if own is not None:
                 return own
         writing = with_out(function, len(results))
@@ -281,8 +282,8 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
     return found
 
 
-def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, arena.Buffer]:
+def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, program_memory.Buffer]:
     """Returns the lifetimes of storages that a recording makes, by number. A group is executed at one moment."""
     made = recording.made
     refs = [[p for each in group for p in (*each.args, *each.outputs) if isinstance(p, TensorRef)] for group in groups]
-    return arena.lifetimes([(ref.storage, ref.end) for ref in some if ref.storage in made] for some in refs)
+    return program_memory.lifetimes([(ref.storage, ref.end) for ref in some if ref.storage in made] for some in refs)

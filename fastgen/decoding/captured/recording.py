@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from fastgen import interrupts
-from fastgen.decoding.operations import PRODUCTS, Constant, Operation, Recording, TensorRef, structure_of
-from fastgen.locks import forkable_lock
+from fastgen.decoding.recorded_graph import PRODUCTS, Constant, Operation, Recording, TensorRef, structure_of
+from fastgen.interrupts import forkable_lock
 from fastgen.ops import kv_write
 
 _aten = torch.ops.aten

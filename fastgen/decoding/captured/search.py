@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.program_memory import Growing
 from fastgen.ops import search_step
 
 # Precedes a prompt that is shorter than its part of the buffer; it is no token.

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import arena
+from fastgen.decoding import program_memory
 from fastgen.decoding.captured.program import Prepared, Program
 from fastgen.decoding.captured.recording import tensors_in
-from fastgen.decoding.kv.exchange import Growing
-from fastgen.decoding.operations import Constant, Operation, TensorRef
+from fastgen.decoding.program_memory import Growing
+from fastgen.decoding.recorded_graph import Constant, Operation, TensorRef
 
 # Pairs of numbers of inputs to record for: primes, so that few sizes are multiples of them. Two pairs for each range.
 _BATCHES = ((13, 17), (11, 19), (61, 67), (59, 71), (251, 257), (241, 263))
@@ -165,7 +165,7 @@ class SymbolicRecording:
             raise NotSymbolic("other operations for other inputs") from None
 
     @property
-    def chunks(self) -> set[arena.Chunk]:
+    def chunks(self) -> set[program_memory.Chunk]:
         """The chunks of its results, for the most inputs that it serves."""
         return self._prepared.chunks
 

@@ -1,33 +1,50 @@
-"""The KV cache of captured steps: buffers of a fixed capacity, and how attention reads them."""
+"""The cache of captured steps in buffers of a fixed capacity: K and V, how attention reads them, and other states.
+
+States are those of linear attention, state spaces, or a short convolution. A state has one size, whatever the length of
+the sequences. It cannot be set back: each step overwrites it.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from fastgen.decoding import host_memory
-from fastgen.decoding.kv.cache import KVCache, Pair, are_latents, joined
-from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.kv import Pair
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.streams import StreamKVView
 from fastgen.decoding.kv.view import CannotBeCaptured, KVView, Parts
+from fastgen.decoding.program_memory import Growing
 from fastgen.ops.attention import decode_attention
 from fastgen.ops.kv_write import kv_write
 
 
-class FixedKV(KVCache):
+def _zeros(like: Pair, rows: int, length: int) -> Pair:
+    """Returns buffers for K and V, [rows, heads, length, dim] each."""
+    keys, values = (
+        host_memory.zeros((rows, part.shape[1], length, part.shape[3]), part.dtype, part.device) for part in like
+    )
+    return keys, values
+
+
+class FixedKV:
     """A prefix per input and, for self-attention, a suffix of `state.capacity` positions per row.
 
     The masks that models build usually exclude the same positions as the lengths on the device. Then they are not read.
     To find that out, an eager step compares each mask with the lengths while `host_may_wait` is set. A mask that is
     added to the scores is always read, because the model may have learned it, as T5's position bias.
 
+    K and V of multi-head latent attention, the latents and their rotated part, are joined in one tensor on a CPU, and V
+    is empty. On a GPU they are not: the kernel keeps whole heads in shared memory, and latents are long.
+
     Attributes:
+        prefix: K and V, [batch, heads, prefix_capacity, dim] each; values may have another dim.
+        suffix: K and V, [rows, heads, state.capacity, dim] each; None if there is none, as in cross-attention.
         says_nothing_new: whether masks equal the lengths, as one bool; empty while unknown. All views share the list.
         starts, ends: [batch], int32: the prefix positions in [start, end) count.
         prefix_capacity, length: positions of the prefix, and of prefix and suffix.
@@ -38,8 +55,6 @@ class FixedKV(KVCache):
         window: number of positions that a query sees, including its own; None for all.
         growing: of the step, if its buffers may grow.
     """
-
-    prefix: Pair
 
     def __init__(
         self,
@@ -64,20 +79,17 @@ class FixedKV(KVCache):
         # Inputs that have stored something. A finished one writes to its first position, as its successor will.
         self._stored: set[int] = set()
         self._loaded = (prefix_capacity, 0)  # range of the prefix that may have been written to
-        # If K and V are one tensor, the size of K in it.
-        self._split = keys.shape[3] if are_latents(keys, values) else None
-        keys, values = self._stored_as(keys[:, :, :0], values[:, :, :0])
-        self.prefix = self._zeros(keys, values, state.batch, prefix_capacity)
-        self.suffix = self._zeros(keys, values, state.rows, state.capacity) if has_suffix else None
+        # If K and V are joined, the size of K. Latents have one head, and another size than the rotated part.
+        is_joined = keys.is_cpu and keys.shape[1] == 1 and keys.shape[3] != values.shape[3]
+        self._split = keys.shape[3] if is_joined else None
+        like = self._stored_as(keys[:, :, :0], values[:, :, :0])
+        self.prefix = _zeros(like, state.batch, prefix_capacity)
+        self.suffix = _zeros(like, state.rows, state.capacity) if has_suffix else None
         if growing is not None:
-            growing.add(*self._buffers())
-
-    def _zeros(self, keys: Tensor, values: Tensor, rows: int, length: int) -> Pair:
-        first, second = (self._allocate((rows, part.shape[1], length, part.shape[3]), part) for part in (keys, values))
-        return first, second
+            growing.add(*self.prefix, *(self.suffix or ()))
 
     def _stored_as(self, keys: Tensor, values: Tensor) -> Pair:
-        return (keys, values) if self._split is None else joined(keys, values)
+        return (keys, values) if self._split is None else (torch.cat([keys, values], dim=-1), values[..., :0])
 
     def _apart(self, keys: Tensor, values: Tensor) -> Pair:
         """Undoes `_stored_as`."""
@@ -88,22 +100,19 @@ class FixedKV(KVCache):
         keys, values = (part[:, :, :0] for part in self.prefix)
         return self._apart(keys, values)
 
-    def _allocate(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        return host_memory.zeros(shape, like.dtype, like.device)
-
-    def _replaced(self, old: Tensor, new: Tensor) -> Tensor:
+    def _exchange(self, pair: Pair, longer: Pair, source: slice, target: slice) -> None:
+        """Gives a pair the memory of a longer one, which gets the positions `source` at `target`."""
         assert self._growing is not None, "the buffers of this step do not grow"
-        self._growing.exchange(old, new)
-        return old
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return (*self.prefix, *(self.suffix or ()))
+        for old, new in zip(pair, longer, strict=True):
+            new[:, :, target] = old[:, :, source]
+        for old, new in zip(pair, longer, strict=True):
+            self._growing.exchange(old, new)
 
     def reserve_prefix(self, capacity: int, keeps: str | None = None) -> Callable[[], None]:
         """Allocates memory for more positions of the prefix. Returns a function that replaces the buffers and allocates
         nothing. Positions at the "start" or "end" of the prefix are kept there; otherwise `load` must follow.
         """
-        return partial(self._put_prefix, self._allocated(self.prefix, capacity), self.ends > self.starts, keeps)
+        return partial(self._put_prefix, _zeros(self.prefix, len(self.ends), capacity), self.ends > self.starts, keeps)
 
     def _put_prefix(self, longer: Pair, is_loaded: Tensor, keeps: str | None) -> None:
         (begin, end), capacity = self._loaded, longer[0].shape[2]
@@ -112,7 +121,7 @@ class FixedKV(KVCache):
         is_kept = begin < end
         kept = slice(begin, end) if is_kept else slice(0)
         target = slice(begin + moved, end + moved) if is_kept else slice(0)
-        self.prefix = self._exchanged(self.prefix, longer, kept, target)
+        self._exchange(self.prefix, longer, kept, target)
         self._loaded = (begin + moved, end + moved) if is_kept else (capacity, 0)
         for bound in (self.starts, self.ends) if is_kept else ():
             bound.add_(is_loaded, alpha=moved)
@@ -122,11 +131,12 @@ class FixedKV(KVCache):
     def reserve_suffix(self, capacity: int) -> Callable[[], None]:
         """Does the same for the suffix, before the state has the positions. Stored positions stay where they are."""
         assert self.suffix is not None, "there is no suffix that could grow"
-        return partial(self._put_suffix, self._allocated(self.suffix, capacity), slice(self._state.max_length()))
+        longer = _zeros(self.suffix, len(self.suffix[0]), capacity)
+        return partial(self._put_suffix, longer, slice(self._state.max_length()))
 
     def _put_suffix(self, longer: Pair, stored: slice) -> None:
         assert self.suffix is not None, "as when the memory was reserved"
-        self.suffix = self._exchanged(self.suffix, longer, stored, stored)
+        self._exchange(self.suffix, longer, stored, stored)
         self.length += longer[0].shape[2] - self._state.capacity
 
     def view(self, state: StepState) -> FixedKV:
@@ -272,7 +282,7 @@ class FixedKV(KVCache):
     def nbytes(self) -> int:
         """Bytes of the buffers. On a CPU, pages that nothing was written to take no memory."""
         if not self.prefix[0].is_cpu:
-            return sum(part.nbytes for part in self._buffers())
+            return sum(part.nbytes for part in (*self.prefix, *(self.suffix or ())))
         begin, end = self._loaded
         self._most = max(self._most[0], end - begin), max(self._most[1], self._state.max_length() if self.suffix else 0)
         position = sum(part.shape[1] * part.shape[3] * part.itemsize for part in self.prefix)
@@ -367,3 +377,73 @@ class FixedKV(KVCache):
         starts, ends = self._bounds()
         real = (ends > starts).view(-1, 1, 1, 1)
         return bool(torch.where(real, mask == self._counts().unsqueeze(1), True).all())
+
+
+# ---- states
+
+# A state of a layer: its kind, and its number among states of the kind.
+Name = tuple[str, int]
+States = Mapping[Name, Tensor]
+"""The states of a layer, [rows, ...] each."""
+
+
+def of_each(states: States, function: Callable[[Tensor], Tensor]) -> dict[Name, Tensor]:
+    """Applies a function to each state."""
+    return {name: function(state) for name, state in states.items()}
+
+
+class FixedStates:
+    """The states of a layer in buffers of fixed addresses, which a captured step changes in place.
+
+    Attributes:
+        buffers: [batch * per_input, ...] each.
+    """
+
+    def __init__(self, like: States, batch: int, per_input: int) -> None:
+        self._batch, self._per_input = batch, per_input
+        self.buffers = of_each(like, lambda state: state.new_zeros(batch * per_input, *state.shape[1:]))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def load(self, states: States, inputs: slice = slice(None)) -> None:
+        """Loads the states that the prefill has left, [inputs, ...] each. The remaining `inputs` get zeros."""
+        self.leave(inputs)
+        for name, buffer in self.buffers.items():
+            part = self._by_input(buffer)[inputs]
+            part[: states[name].shape[0]] = states[name].unsqueeze(1)
+
+    def insert(self, other: FixedStates, source: Tensor | slice, target: slice) -> None:
+        """Has the inputs at `source` in `other` continue at `target`."""
+        for name, buffer in self.buffers.items():
+            self._by_input(buffer)[target] = other._by_input(other.buffers[name])[source]
+
+    def leave(self, inputs: slice) -> None:
+        """Zeroes the states of these inputs, which do not count until others are loaded."""
+        for buffer in self.buffers.values():
+            self._by_input(buffer)[inputs] = 0
+
+    def reorder(self, parents: Tensor) -> None:
+        """Has row r continue with the state of row `parents[r]`. Changes are in place, and may be captured."""
+        for buffer in self.buffers.values():
+            buffer.copy_(buffer.index_select(0, parents))
+
+    def first(self, rows: int) -> dict[Name, Tensor]:
+        """Returns copies of the states of the first rows."""
+        return of_each(self.buffers, lambda buffer: buffer[:rows].clone())
+
+    def _by_input(self, buffer: Tensor) -> Tensor:
+        return buffer.unflatten(0, (self._batch, self._per_input))
+
+
+def saved_states(states: Sequence[FixedStates]) -> Callable[[], None]:
+    """Returns a function that restores the present contents of these states."""
+    buffers = [buffer for each in states for buffer in each.buffers.values()]
+    before = [buffer.clone() for buffer in buffers]
+
+    def put_back() -> None:
+        for buffer, state in zip(buffers, before, strict=True):
+            buffer.copy_(state)
+
+    return put_back

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from fastgen.decoding.kv.cache import KVCache, Pair
+from fastgen.decoding.kv import Pair
 from fastgen.decoding.kv.rows import Beams, rows_of
 from fastgen.decoding.kv.view import KVView
 from fastgen.memory import capacity
@@ -31,7 +31,13 @@ def _span(rows: Tensor) -> slice | None:
     return slice(first, last + 1) if last - first == rows.shape[0] - 1 else None
 
 
-class GrowingKV(KVCache):
+def _allocated(like: Pair, positions: int) -> Pair:
+    """Returns memory for K and V of this many positions."""
+    keys, values = (part.new_empty(*part.shape[:2], positions, part.shape[3]) for part in like)
+    return keys, values
+
+
+class GrowingKV:
     """K and V of one attention layer during one call of `generate`.
 
     The prefix comes first: `extend` is called with [batch, heads, L, dim], once or once per chunk of the prompt. After
@@ -48,8 +54,13 @@ class GrowingKV(KVCache):
             can see are dropped from the prefix. The suffix is kept whole, and the caller has to mask it.
 
     Attributes:
+        prefix: K and V, [batch, heads, N, dim] each; values may have another dim. None before it is stored.
+        suffix: K and V, [rows, heads, capacity, dim] each; None before it is begun.
         suffix_length: positions of the suffix.
     """
+
+    prefix: Pair | None = None
+    suffix: Pair | None = None
 
     def __init__(self, initial_capacity: int, window: int | None = None) -> None:
         self._initial_capacity = max(initial_capacity, 1)
@@ -122,16 +133,17 @@ class GrowingKV(KVCache):
             self._start_suffix(keys, values, max(self._initial_capacity, keys.shape[2] + 1))
 
     def _start_suffix(self, keys: Tensor, values: Tensor, positions: int) -> None:
-        first, second = (self._allocate((*part.shape[:2], positions, part.shape[3]), part) for part in (keys, values))
-        self.suffix, self.suffix_length = (first, second), 0
+        self.suffix, self.suffix_length = _allocated((keys, values), positions), 0
         self._append(keys, values)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         assert self.suffix is not None, "positions are appended to a suffix"
         end, present = self.suffix_length + keys.shape[2], self.suffix[0].shape[2]
         if end > present:
-            longer, stored = self._allocated(self.suffix, capacity(end, present)), slice(self.suffix_length)
-            self.suffix = self._exchanged(self.suffix, longer, stored, stored)
+            longer, stored = _allocated(self.suffix, capacity(end, present)), slice(self.suffix_length)
+            for old, new in zip(self.suffix, longer, strict=True):
+                new[:, :, stored] = old[:, :, stored]
+            self.suffix = longer
         for part, new in zip(self.suffix, (keys, values), strict=True):
             part[:, :, self.suffix_length : end] = new
         self.suffix_length = end
@@ -252,10 +264,10 @@ class GrowingKV(KVCache):
             return
         index = index.to(suffix[0].device)
         # Written once, to new memory. This takes one more layer's memory: the next layer gets this one's.
-        keys, values = (self._allocate(part.shape, part) for part in suffix)
-        for part, new in zip(suffix, (keys, values), strict=True):
+        moved = _allocated(suffix, suffix[0].shape[2])
+        for part, new in zip(suffix, moved, strict=True):
             torch.index_select(part[:, :, : self.suffix_length], 0, index, out=new[:, :, : self.suffix_length])
-        self.suffix = keys, values
+        self.suffix = moved
 
     def keep(self, inputs: Tensor) -> None:
         """Continues with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastgen.decoding import torch_functions
 from fastgen.ops.attention import (
     gather_suffix,
     pays,
@@ -27,7 +26,7 @@ from fastgen.ops.attention import (
     shared_prefix_context,
     shared_prefix_scores,
 )
-from fastgen.ops.half_precision import upcast
+from fastgen.ops.linear.choose import upcast
 
 # Passed through without building the full tensor, because they do not read its contents.
 _ATTRIBUTES = "shape dtype device ndim requires_grad is_cuda is_cpu is_mps is_xpu is_quantized is_nested layout"
@@ -184,7 +183,7 @@ class KVView(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kwargs = kwargs or {}
-            if func not in METADATA and (rule := _RULES.get(func)) is not None:
+            if func not in METADATA and (rule := RULES.get(func)) is not None:
                 try:
                     result = rule(*args, **kwargs)
                 except _Unsupported:
@@ -440,10 +439,9 @@ _NAMES: dict[Callable[..., Any], str] = {
     _baddbmm: "baddbmm",
 }
 _OWNED = ((owner, name, rule) for rule, names in _NAMES.items() for name in names.split() for owner in (Tensor, torch))
-_RULES: dict[Any, Callable[..., Any]] = {
+RULES: dict[Any, Callable[..., Any]] = {
     **{getattr(owner, name): rule for owner, name, rule in _OWNED if hasattr(owner, name)},
     torch.cat: _cat,
     torch.einsum: _einsum,
     F.scaled_dot_product_attention: _attention,
 }
-torch_functions.watch(_RULES)

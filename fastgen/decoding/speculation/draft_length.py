@@ -1,43 +1,44 @@
 """The draft-length policy: how many tokens a draft-verify iteration drafts.
 
-In float32, no token depends on the lengths that it chooses. `Costs` knows the times of iterations, and `DraftLength`
-chooses the lengths of a call. All of it is arithmetic on the host, of a few microseconds per iteration.
+`Chance` is the acceptance of drafted tokens, a moving average. `Costs` has the times of iterations, from the medians of
+their parts. `DraftLength` chooses the lengths of a call by both, within a budget of time that the call may lose. In
+float32, no token depends on the lengths. All of it is arithmetic on the host, of a few microseconds per iteration.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 
-from fastgen.decoding.back_off import BackOff
-from fastgen.decoding.speculation.costs import Costs
+from fastgen.decoding.retrying import BackOff
 
 # Index of the length that is drafted while nothing is known: it tells something about shorter and longer drafts.
 AT_FIRST = 2
 
-# Trials that the acceptance rate of all rows, or of the last call, counts for in the rate of a row.
-_WEIGHT = 2.0
-# With a higher rate, no draft would be too long.
-_MOST_RATE = 0.995
-# Decay of earlier observations of acceptance with each iteration that drafts: about ten iterations count.
-_DECAY = 0.9
+# The assumed acceptance of a draft of which nothing is known, and the number of trials of each row that it counts for,
+# like the acceptance of the last call. Then each trial has at least this weight.
+_ACCEPTANCE, _TRIALS_BEFORE, _WEIGHT = 0.7, 2.0, 0.1
 
-# The part of a plain call's time that a call may lose. A draft that is accepted completely with this probability may
-# lose as much again: if a draft step takes half of a plain step, a call of 64 tokens would not try any otherwise.
-_TOLERANCE, _CONFIDENT = 0.02, 0.85
-# The part of the time of the tokens so far that may be lost besides, so that bad luck at first does not end drafting.
-_REPAID = 0.008
+# The part of a plain call's time that a call may lose.
+_TOLERANCE = 0.02
 # If drafts are found in a text, rows have them at different times. The tokens that rows have more than the slowest row
 # count as gained, up to this part of the call. If rows share a verify, each such token lowers the value of another one.
 _MOST_AHEAD, _AHEAD_COUNTS = 0.08, 0.8
 # A call pays if it saves at least this part of a plain call's time.
 LEAST_GAIN = 0.07
 
-# Back-off: iterations without a draft before a short one is tried, and plain calls after a call that has not paid.
-_FIRST_ITERATIONS, _MOST_ITERATIONS = 8, 128
+# Back-off, at first and at most: iterations without a draft before a short one is tried, and calls until a verify that
+# was not chosen is timed again. The most plain calls after calls that have not paid.
+_ITERATIONS, _CALLS_UNTIMED = (8, 128), (2, 64)
 MOST_CALLS = 64
+
+# Parts besides verifies, which are identified by their number of positions: a draft step, and the host's work.
+DRAFT, HOST = 0, -100
+# The latest timings of a part in a call, of which the median is taken; the number that is enough for one, because the
+# first run of a part is slow; and calls whose medians are kept. The least median counts, as only disturbances add time.
+_KEPT, _ENOUGH, _MEDIANS = 16, 2, 4
 
 
 def of_calls() -> BackOff:
@@ -56,13 +57,193 @@ def can_begin(costs: Costs, tokens: int) -> bool:
     return costs.iterations()[costs.lengths[1]] - plain <= _TOLERANCE * tokens * plain
 
 
+# ---- acceptance
+
+
+class Chance:
+    """The probability that a drafted token is right if those before it are: a moving average.
+
+    Args:
+        first: the initial value.
+        weight: the least weight of a trial.
+        trials: how many trials the initial value counts for; None if all trials have the same weight.
+        of_all: notes the same trials for all inputs.
+    """
+
+    def __init__(self, first: float, weight: float, trials: float | None = None, of_all: Chance | None = None) -> None:
+        self.value, self._most, self._of_all = first, 1 / weight, of_all
+        self._trials = self._most if trials is None else trials
+
+    def note(self, verified: int, right: int) -> None:
+        """Notes how many of the first tokens of a draft were right. Nothing is known after the first wrong one."""
+        for number in range(min(verified, right + 1)):
+            self._note(number < right)
+            if self._of_all is not None:
+                self._of_all._note(number < right)
+
+    def _note(self, is_right: bool) -> None:
+        self._trials = min(self._trials + 1, self._most)
+        self.value += (is_right - self.value) / self._trials
+
+    def fade(self) -> None:
+        """Lets earlier trials count as one, because they are old, so that new ones decide."""
+        self._trials = 1.0
+
+
+def by_gain(drafts: Iterable[tuple[float, float, int]]) -> list[tuple[float, int]]:
+    """Returns each token's expected gain and the index of its draft, best first; tokens of a draft stay in order.
+
+    Args:
+        drafts: the weight of each draft, the chance of its tokens, and their number.
+    """
+    found = [(weight * chance**k, at) for at, (weight, chance, count) in enumerate(drafts) for k in range(1, count + 1)]
+    return sorted(found, key=lambda gain: -gain[0])
+
+
+# ---- costs
+
+
+class _Timings:
+    """Seconds of the last runs of a part."""
+
+    def __init__(self) -> None:
+        self._of_this_call: deque[float] = deque(maxlen=_KEPT)
+        self._medians: deque[float] = deque(maxlen=_MEDIANS)  # of earlier calls
+        self.has_run = self.is_old = False  # has run in this call; has not run for long
+        self._back_off, self._was_old = BackOff(*_CALLS_UNTIMED), False
+
+    def add(self, seconds: float) -> None:
+        self._of_this_call.append(seconds)
+        self.has_run = True
+        self.is_old &= len(self._of_this_call) < _ENOUGH
+
+    def seconds(self) -> float | None:
+        """Returns the least of the medians of some calls; None while there are too few timings."""
+        return min([*self._medians, *self._median()], default=None)
+
+    def begin_call(self, other_parts_ran: bool) -> None:
+        """Begins another call. Timings of a part that runs seldom are collected over several calls."""
+        if self._median():
+            (self._back_off.fail if self._was_old else self._back_off.succeed)()
+            self._medians.extend(self._median())
+            self._of_this_call.clear()
+        elif other_parts_ran and not self.is_old:
+            self.is_old = not self._back_off.waits()
+        self._was_old, self.has_run = self.is_old, False
+
+    def _median(self) -> list[float]:
+        found = sorted(self._of_this_call)
+        return [found[(len(found) - 1) // 2]] if len(found) >= _ENOUGH else []
+
+
+class Costs:
+    """Times of a step's iterations, from the medians of their parts; and the acceptance of its drafts.
+
+    The time of a verify that was never timed is interpolated from those of other numbers of tokens. So is that of a
+    verify that calls have not used for long: it may have been timed on a busy machine, and would never run again.
+
+    Attributes:
+        plain: seconds of a plain call's step; None if it was not timed, and a verify of one position is used instead.
+        acceptance: the probability that a drafted token is accepted if those before are, in the last iterations.
+        only_timed: only lengths whose verify was timed may be drafted, because calls must not record anything.
+        short_calls: number of calls that had too few tokens for a draft, since the parts were timed.
+
+    Args:
+        rows: rows of the step. A verify computes all of them, finished or not.
+        lengths: numbers of tokens that an iteration may draft, 0 first: per row, or for all together if `is_ragged`.
+    """
+
+    def __init__(self, rows: int, lengths: Sequence[int], is_ragged: bool = False) -> None:
+        self.rows, self.lengths, self.is_ragged = rows, lengths, is_ragged
+        self.plain: float | None = None
+        self.acceptance = _ACCEPTANCE
+        self.only_timed = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all timings, because the machine may have been busy."""
+        self._parts: dict[int, _Timings] = {}
+        self.short_calls = 0
+
+    def add(self, part: int, seconds: float) -> None:
+        """Notes the seconds of a part: a verify of this many positions, `DRAFT` or `HOST`."""
+        self._parts.setdefault(part, _Timings()).add(seconds)
+
+    def begin_call(self) -> None:
+        """Begins another call. A verify of drafted tokens was missed if another one has run in the last call."""
+        has_drafted = any(part > 1 and known.has_run for part, known in self._parts.items())
+        # If no plain call times a step without a draft, a verify of one position can be missed, too.
+        first = 1 if self.plain is None else 2
+        for part, known in self._parts.items():
+            known.begin_call(has_drafted and part >= first)
+
+    def seconds(self, part: int) -> float | None:
+        """Returns the median of a part; None while there are too few timings."""
+        return self._parts[part].seconds() if part in self._parts else None
+
+    def allows(self, length: int) -> bool:
+        """Whether iterations may draft this many tokens."""
+        return not (length and self.only_timed) or self.seconds(length + 1) is not None
+
+    def knows(self, has_model: bool) -> bool:
+        """Whether the times of a draft and of its verify are known."""
+        has_verify = max(self._verifies(), default=0) > self.rows
+        return has_verify and (not has_model or self.seconds(DRAFT) is not None)
+
+    def baseline(self) -> float | None:
+        """Returns the seconds of an iteration without a draft, as in a plain call; None if they are not known."""
+        return self._verifies().get(self.rows)
+
+    def iterations(self) -> dict[int, float]:
+        """Returns the seconds of iterations by the number of drafted tokens; empty while no verify was timed."""
+        verifies = self._verifies()
+        if not verifies:
+            return {}
+        draft, host, own = self.seconds(DRAFT) or 0.0, self.seconds(HOST) or 0.0, self.seconds(1)
+        found = {k: _interpolated(verifies, self._positions(k)) + k * draft + host for k in self.lengths}
+        # An iteration without a draft and a plain step differ only by the host's work. Any other difference is noise.
+        plain = found[0] - host
+        found[0] = plain if self.plain is None or own is None else min(max(own + host, plain), found[0])
+        return found
+
+    def most_gain(self) -> float:
+        """Returns the part of a plain call's time that drafts would save if all tokens were accepted."""
+        of, each = self.iterations(), self.rows if self.is_ragged else 1
+        return 1 - min(of[k] / (k / each + 1) for k in self.lengths[1:]) / self._verifies()[self.rows]
+
+    def _positions(self, length: int) -> int:
+        return self.rows + length if self.is_ragged else self.rows * (length + 1)
+
+    def _verifies(self) -> dict[int, float]:
+        """Returns the seconds of verifies by their number of tokens."""
+        found = {} if self.plain is None else {self.rows: self.plain}
+        for part, known in self._parts.items():
+            if part > 0 and not known.is_old and (seconds := known.seconds()) is not None:
+                found.setdefault(self._positions(part - 1), seconds)
+        return found
+
+
+def _interpolated(table: dict[int, float], at: int) -> float:
+    """Interpolates linearly, and extrapolates at both ends, but never below proportion, nor the cheapest entry."""
+    entries = sorted(table.items())
+    if len(entries) == 1 or at in table:
+        return table.get(at, entries[0][1])
+    right = min(max(bisect.bisect_left(entries, (at,)), 1), len(entries) - 1)
+    (x0, y0), (x1, y1) = entries[right - 1 : right + 1]
+    least = y0 * at / x0 if at < x0 else min(table.values())
+    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), least)
+
+
+# ---- lengths
+
+
 class DraftLength:
     """Chooses how many tokens the iterations of one call draft, to maximize the expected tokens per second.
 
     A draft of k tokens, each accepted with probability a if those before are, gives 1 + a + ... + a^k tokens
     (Leviathan, Kalman and Matias, ICML 2023, arXiv 2211.17192, section 3.1). As in their section 3.3, this is divided
-    by the time of the iteration, but with sums over rows and measured times. The acceptance of a row is a moving
-    average, drawn to that of all rows, and begins with that of the last call.
+    by the time of the iteration, but with sums over rows and measured times. The acceptance of a row begins with that
+    of all rows, and that with the last call's.
 
     A call may lose a fiftieth of a plain call's time, counted for the row with the fewest tokens, with which the call
     ends. What drafts have lost so far, and what the next one loses if all is rejected, must be less (`_budget`).
@@ -79,16 +260,14 @@ class DraftLength:
     """
 
     def __init__(self, costs: Costs, rows: int, tokens: int, has_model: bool, schedule: Schedule | None = None) -> None:
-        self.costs = self._first = costs  # of the step that the call runs on now, and of its first step
+        self.costs = costs
         self._most_tokens, self._has_model, self._schedule = tokens, has_model, schedule
-        self._all = _Acceptance(costs.acceptance)
-        self._rows = [_Acceptance() for _ in range(rows)]
+        self._all = Chance(costs.acceptance, _WEIGHT / rows, _TRIALS_BEFORE * rows)
+        self._chances: dict[int, Chance] = {}  # of rows that have had a draft
         self._tokens, self._slowest = [0] * rows, 0  # number of each row's tokens, and the least of them
-        self._iterations: Counter[int] = Counter()  # iterations of this step, by length
-        # Of earlier steps: seconds, and the number of tokens when the times of iterations became known.
-        self._spent, self._uncounted = 0.0, 0
+        self._iterations: Counter[int] = Counter()  # by length
         self._has_measured = False
-        self._trials = BackOff(_FIRST_ITERATIONS, _MOST_ITERATIONS)
+        self._trials = BackOff(*_ITERATIONS)
         self._of = costs.iterations()  # seconds of iterations, by length
 
     def choose(self, rows: Sequence[int], most: int, available: Sequence[int] | None = None) -> int:
@@ -120,7 +299,7 @@ class DraftLength:
         The tokens most likely to be accepted are drafted, also in the places of finished rows.
         """
         counts = [0] * len(rows)
-        for _, row in self._by_chance(rows, available)[: self.costs.rows + length - len(rows)]:
+        for _, row in self._by_gain(rows, available)[: self.costs.rows + length - len(rows)]:
             counts[row] += 1
         return counts
 
@@ -139,12 +318,9 @@ class DraftLength:
         self._iterations[length] += 1
         if self._schedule is not None:
             self._schedule.observe(drafted, accepted)
-        if not any(drafted):
-            return
-        # A trial is a token before which all tokens were accepted.
-        self._learn(rows, [kept + (kept < count) for count, kept in zip(drafted, accepted, strict=True)], accepted)
-        plain = self._plain()
-        if plain and (1 + sum(accepted) / len(rows)) * plain > self._of[length]:
+        self._note(rows, drafted, accepted)
+        plain = self.costs.baseline()
+        if any(drafted) and plain and (1 + sum(accepted) / len(rows)) * plain > self._of[length]:
             self._trials.succeed()
 
     def learn(self, rows: Sequence[int], hits: Sequence[bool | None]) -> None:
@@ -153,64 +329,43 @@ class DraftLength:
         Args:
             hits: for each row, whether the first token found for it was right; None if none was found.
         """
-        self._learn(rows, [hit is not None for hit in hits], [hit or False for hit in hits])
+        self._note(rows, [hit is not None for hit in hits], [hit or False for hit in hits])
 
-    def _learn(self, rows: Sequence[int], trials: Sequence[int], kept: Sequence[int]) -> None:
-        if not any(trials):
-            return
-        self._all.add(sum(trials) / len(rows), sum(kept) / len(rows))
-        for row, *found in zip(rows, trials, kept, strict=True):
-            if found[0]:
-                self._rows[row].add(*found)
-        self._first.acceptance = self.costs.acceptance = self._all.rate()
-
-    def keep(self, costs: Costs, rows: Sequence[int]) -> None:
-        """Continues with these rows, in this order, on a step that has no others.
-
-        The gain is still relative to a plain call, in which all rows would have continued.
-        """
-        if self._to_be_timed() is None:
-            self._spent = self._seconds()
-        else:
-            self._uncounted = self._slowest
-        self._iterations.clear()
-        costs.follow(self.costs)
-        self.costs, self._of = costs, costs.iterations()
-        self._rows = [self._rows[row] for row in rows]
-        self._tokens = [self._tokens[row] for row in rows]
+    def _note(self, rows: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        for row, count, kept in zip(rows, drafted, accepted, strict=True):
+            if count:
+                if row not in self._chances:
+                    self._chances[row] = Chance(self._all.value, _WEIGHT, _TRIALS_BEFORE, self._all)
+                self._chances[row].note(count, kept)
+        self.costs.acceptance = self._all.value
 
     @property
     def cannot_pay(self) -> bool:
-        """Whether the call could not pay with any of the first step's lengths, even if all tokens were accepted."""
-        first = self._first
-        return (
-            self._schedule is None
-            and first.baseline() is not None
-            and first.knows(self._has_model)
-            and first.most_gain() < LEAST_GAIN
-        )
+        """Whether the call could not pay with any of the step's lengths, even if all tokens were accepted."""
+        costs = self.costs
+        is_known = self._schedule is None and costs.baseline() is not None and costs.knows(self._has_model)
+        return is_known and costs.most_gain() < LEAST_GAIN
 
     def pays(self) -> bool | None:
         """Whether the call has taken less time than a plain one; None if that is not known."""
-        plain = self._plain()
+        plain = self.costs.baseline()
         if self._schedule is not None or self._has_measured or not plain:
             return None
-        return self._gained(plain) >= LEAST_GAIN * plain * self._slowest
+        return self._slowest * plain - self._seconds() >= LEAST_GAIN * plain * self._slowest
 
     def _to_be_timed(self) -> int | None:
         """Returns the length of an iteration to time first, while times are unknown; None once they are known."""
         wanted = None
         if not self.costs.knows(self._has_model):
             wanted = self.costs.lengths[AT_FIRST]
-        elif not self._plain():
+        elif not self.costs.baseline():
             wanted = 0
         self._has_measured |= wanted is not None
         return wanted
 
     def _best(self, rows: Sequence[int], lengths: Sequence[int], available: Sequence[int] | None) -> int:
-        plain, budget = self._plain(), self._budget(rows, available is not None)
-        more = _TOLERANCE * plain * self._most_tokens
-        confidence = math.prod(self._rate(row) for row in rows) if available is None else 0.0
+        plain = self.costs.baseline() or 0.0
+        budget = self._budget(plain, rows, available is not None)
         gains = self._gains(rows, available)
         expected = sum(self._weights(rows))
         best, fastest = 0, expected / self._of[0]
@@ -218,86 +373,48 @@ class DraftLength:
             if before >= len(gains):
                 break  # a shorter draft holds all tokens
             expected += sum(gains[before:k])
-            seconds = self._of[k]
-            is_affordable = seconds - plain <= budget + more * (confidence**k >= _CONFIDENT)
-            if is_affordable and expected > fastest * seconds:
-                best, fastest = k, expected / seconds
+            if self._of[k] - plain <= budget and expected > fastest * self._of[k]:
+                best, fastest = k, expected / self._of[k]
         if best or available is not None or len(lengths) < 2 or self._trials.waits():
             return best
         if self._of[lengths[1]] - plain > budget:
             return 0
         self._trials.fail()
-        for known in (self._all, *self._rows):
+        for known in (self._all, *self._chances.values()):
             known.fade()
         return lengths[1]
+
+    def _budget(self, plain: float, rows: Sequence[int], are_found: bool) -> float:
+        """Returns the seconds that the call may still lose. A plain call's step takes `plain`."""
+        tokens = self._slowest + _TOLERANCE * self._most_tokens
+        if are_found:
+            mean = sum(self._tokens[row] for row in rows) / len(rows)
+            tokens += min(mean - self._slowest, _MOST_AHEAD * self._most_tokens)
+        return plain * tokens - self._seconds()
+
+    def _seconds(self) -> float:
+        return sum(count * self._of[k] for k, count in self._iterations.items())
 
     def _gains(self, rows: Sequence[int], available: Sequence[int] | None) -> list[float]:
         """Returns what each drafted token adds to the expected tokens of an iteration, from the first on."""
         if self.costs.is_ragged and available is not None:
-            chances = [chance for chance, _ in self._by_chance(rows, available)]
+            gains = [gain for gain, _ in self._by_gain(rows, available)]
             unused = self.costs.rows - len(rows)
-            return [sum(chances[: unused + 1]), *chances[unused + 1 :]]
-        longest = self.costs.lengths[-1]
-        by_row = [(self._rate(row), longest if available is None else available[at]) for at, row in enumerate(rows)]
-        most = max(count for _, count in by_row)
-        return [sum(rate**k for rate, count in by_row if count >= k) for k in range(1, most + 1)]
+            return [sum(gains[: unused + 1]), *gains[unused + 1 :]]
+        counts = [self.costs.lengths[-1]] * len(rows) if available is None else available
+        by_row = [(self._chance(row), count) for row, count in zip(rows, counts, strict=True)]
+        return [sum(chance**k for chance, count in by_row if count >= k) for k in range(1, max(counts) + 1)]
 
-    def _by_chance(self, rows: Sequence[int], available: Sequence[int]) -> list[tuple[float, int]]:
-        """Returns each token's expected gain and the index of its row, best first; tokens of a row stay in order."""
-        found = [
-            (weight * self._rate(row) ** k, at)
-            for at, (row, count, weight) in enumerate(zip(rows, available, self._weights(rows), strict=True))
-            for k in range(1, count + 1)
-        ]
-        return sorted(found, key=lambda chance: -chance[0])
+    def _by_gain(self, rows: Sequence[int], available: Sequence[int]) -> list[tuple[float, int]]:
+        return by_gain(zip(self._weights(rows), map(self._chance, rows), available, strict=True))
 
     def _weights(self, rows: Sequence[int]) -> list[float]:
         """Returns the weight of a token of each row. The call ends with the slowest row, for which others can wait."""
         fewest = min(self._tokens[row] for row in rows)
         return [_AHEAD_COUNTS ** (self._tokens[row] - fewest) if self.costs.is_ragged else 1.0 for row in rows]
 
-    def _rate(self, row: int) -> float:
-        known = self._rows[row]
-        return min((known.kept + _WEIGHT * self._all.rate()) / (known.trials + _WEIGHT), _MOST_RATE)
-
-    def _budget(self, rows: Sequence[int], are_found: bool) -> float:
-        """Returns the seconds that the call may still lose."""
-        plain, most = self._plain(), self._most_tokens
-        tokens = _TOLERANCE * most + _REPAID * min(self._slowest, most)
-        if are_found:
-            mean = sum(self._tokens[row] for row in rows) / len(rows)
-            tokens += min(mean - self._slowest, _MOST_AHEAD * most)
-        return self._gained(plain) + plain * tokens
-
-    def _plain(self) -> float:
-        """Returns the seconds of a plain call's step with all rows; 0 if they are not known."""
-        return self._first.baseline() or self.costs.baseline() or 0.0
-
-    def _gained(self, plain: float) -> float:
-        return (self._slowest - self._uncounted) * plain - self._seconds()
-
-    def _seconds(self) -> float:
-        return self._spent + sum(count * self._of[k] for k, count in self._iterations.items())
-
-
-class _Acceptance:
-    """A moving average of accepted tokens and trials."""
-
-    def __init__(self, rate: float | None = None) -> None:
-        self.trials = 0.0 if rate is None else _WEIGHT
-        self.kept = (rate or 0.0) * self.trials
-
-    def rate(self) -> float:
-        return self.kept / self.trials
-
-    def add(self, trials: float, kept: float) -> None:
-        self.kept = _DECAY * self.kept + kept
-        self.trials = _DECAY * self.trials + trials
-
-    def fade(self) -> None:
-        """Lets earlier observations count as one trial, because they are old, so that new ones decide."""
-        if self.trials > 1:
-            self.kept, self.trials = self.kept / self.trials, 1.0
+    def _chance(self, row: int) -> float:
+        return self._chances.get(row, self._all).value
 
 
 class Schedule:

@@ -1,8 +1,8 @@
 """Triton kernels of the operators in `fastgen.ops`, and their launch.
 
-    attention, best_candidates, kv_write, rms_norm          the launches of operators of those names
-    grouped_linear                                          linear layers on weights of 4 or 8 bits, and their layout
-    _kernels, _grouped_kernels                              the kernels; only their import needs Triton
+    launches                        those of attention, the best candidates, KV writes and RMS norm
+    grouped_linear                  linear layers on weights of 4 or 8 bits, and their layout
+    _kernels, _grouped_kernels      the kernels; only their import needs Triton
 
 An operator asks whether there is a kernel for its tensors (`available`), and only then imports the launch. Nothing here
 synchronizes, and no grid depends on the contents of device memory: every call can be captured in a CUDA graph, and its

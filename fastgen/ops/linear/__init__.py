@@ -1,12 +1,12 @@
 """Linear operators: `x @ weight.T + bias` by the format of the weight, with a single choice of their kernels.
 
-Only `choose` decides which kernel serves a linear op. M are rows of x (tokens), N out_features, K in_features.
+`kernels` read the unpacked weight, `panels` exact copies in 16 bits, `grouped` weights of 4 to 8 bits. Only `choose`
+decides which kernel serves a linear op. M are rows of x (tokens), N out_features, K in_features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
 
@@ -20,14 +20,6 @@ def with_shape_of(x: Tensor, y: Tensor) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
-def multiplied(out: Callable[..., object], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Calls `out(y, x, weight, bias)` with x as [M, K] and a new y, [M, N]; returns y in the shape of x."""
-    rows = as_rows(x)
-    y = x.new_empty(rows.shape[0], weight.shape[0])
-    out(y, rows, weight, bias)
-    return with_shape_of(x, y)
-
-
 def fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether x, [..., K], a weight [N, K] and a contiguous bias [N] or None have one type and are on the CPU."""
     others = (weight,) if bias is None else (weight, bias)
@@ -36,4 +28,16 @@ def fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dim() == 2
         and x.shape[-1:] == weight.shape[1:]
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    )
+
+
+def fit_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are float32 besides: x, [M, K], contiguous along K, and a contiguous weight; all with elements."""
+    return (
+        x.dtype is torch.float32
+        and x.dim() == 2
+        and fit(x, weight, bias)
+        and min(*x.shape, *weight.shape) > 0
+        and x.stride(1) == 1
+        and weight.is_contiguous()
     )

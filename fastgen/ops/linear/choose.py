@@ -1,4 +1,4 @@
-"""Chooses the kernel that serves a linear layer on the CPU, from a static table.
+"""Chooses the kernel of a product on the CPU: for linear layers from a static table.
 
 The choice depends on the instruction set, the dtype, the layout of the weight and M (rows of x, tokens). Nothing is
 timed in a user's call, so results do not depend on a clock. N and K do not matter: from 192 x 576 to 4,096 x 1,024 the
@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgen import memory
 from fastgen.ops import _library
-from fastgen.ops.linear import fit, kernels, panels
+from fastgen.ops.linear import as_rows, fit, kernels, panels
 from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, Kernel
 
 
@@ -237,3 +237,87 @@ def backend() -> str:
 
 
 _library.define("instruction_set() -> int")
+
+
+# ---- mixtures of experts: consecutive rows of x are multiplied with the weight of their expert
+#
+# torch multiplies once for each expert, also for those without rows. Here experts without rows cost nothing, and the
+# others share the threads (csrc/cpu/gemm/experts.cpp). There are kernels only, and no reference.
+
+
+def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Returns [S, N]: rows of x times the weights of their experts, with sums in float32; not differentiable.
+
+    x is [S, K], the weight [experts, N, K], contiguous along K or N and of the same type: float32, bfloat16 or float16.
+    Expert e has the rows from `ends[e - 1]` to `ends[e]`, [experts] int32; rows after the last one are zeros.
+
+    Raises:
+        RuntimeError: shapes, strides or dtypes do not fit together, or the ends do not ascend.
+    """
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    most = _expert_rows(x, weight)
+    torch.ops.fastgen.expert_linear_out.default(y, as_rows(x), weight, ends, 0 if most is None else most)
+    return y
+
+
+def serves_experts(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
+    """Whether `expert_linear` takes these, and is at least as fast as torch for any division of the rows."""
+    return (
+        _library.has_kernel("fastgen::expert_linear_out")
+        and all(each.device.type == "cpu" for each in (x, weight, ends))
+        and x.dim() == 2
+        and weight.dim() == 3
+        and x.shape[1] == weight.shape[2] > 0
+        and x.dtype is weight.dtype
+        and ends.dtype is torch.int32
+        and ends.shape == weight.shape[:1]
+        and ends.is_contiguous()
+        and _expert_rows(x, weight) is not None
+    )
+
+
+def _expert_rows(x: Tensor, weight: Tensor) -> int | None:
+    """Returns up to how many rows of an expert GEMV serves; None if torch's product serves some numbers of rows."""
+    layout = Layout.ROWS if weight.stride(2) == 1 else Layout.COLUMNS if weight.stride(1) == 1 else None
+    return None if layout is None else gemv_rows(x.dtype, layout, x.shape[0])
+
+
+_library.define("expert_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor ends, int gemv_rows) -> ()")
+
+
+# ---- other products in half precision, on a CPU without instructions for it
+#
+# With AVX2, torch multiplies number by number, and takes several times as long as in float32.
+
+HALF = (torch.float16, torch.bfloat16)
+# Elements of operands and results that are in float32 at a time: 64 MiB.
+_AT_ONCE = 2**24
+
+
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies this type number by number on this CPU. AVX2 was measured; others are left to torch."""
+    return dtype in HALF and is_available() and instruction_set() is Isa.AVX2
+
+
+def upcast(product: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Returns `product(*tensors)`: in half precision that is slow computed in float32, and rounded once.
+
+    Operands with the same leading dimensions of a `torch.matmul` are upcast a few matrices at a time.
+    """
+    dtype = tensors[0].dtype
+    if not is_slow(dtype) or any(each.dtype is not dtype or each.device.type != "cpu" for each in tensors):
+        return product(*tensors)
+    if product is torch.matmul and tensors[0].dim() > 2 and tensors[0].shape[:-2] == tensors[1].shape[:-2]:
+        return _in_parts(*tensors)
+    return product(*(each.float() for each in tensors)).to(dtype)
+
+
+def _in_parts(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the products of matrices [..., M, K] and [..., K, N]."""
+    m, k, n = *a.shape[-2:], b.shape[-1]
+    some = max(_AT_ONCE // max(m * k + k * n + m * n, 1), 1)
+    count = a.shape[:-2].numel()
+    if count <= some:
+        return torch.matmul(a.float(), b.float()).to(a.dtype)
+    parts = zip(a.flatten(0, -3).split(some), b.flatten(0, -3).split(some), strict=True)
+    return torch.cat([torch.bmm(x.float(), y.float()).to(a.dtype) for x, y in parts]).view(*a.shape[:-2], m, n)

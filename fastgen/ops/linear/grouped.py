@@ -115,7 +115,7 @@ def pack(
         group_size: from 8 to 256, a multiple of 8; of 32 with 5 bits, of 16 with 6 bits. The last group may be smaller.
         order: [K], int64: column i is the layer's in_feature order[i].
 
-    Checks nothing: `fastgen.quantization.quantized_tensor.check` and the kernels do.
+    Checks nothing: `fastgen.quantization.checkpoint.check` and the kernels do.
     """
     n, k = qweight.shape
     factors = [each for each in (scales, mins) if each is not None]
@@ -368,5 +368,4 @@ _library.define(
     f"Tensor?[] mins, Tensor? order, Tensor?[] bias, {_SIZES}) -> ()",
     fake=lambda *arguments: None,
 )
-backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")
 OPERATOR = torch.ops.fastgen.grouped_linear.default

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import multiplied
+from fastgen.ops.linear import as_rows, with_shape_of
 
 # More rows would read each row of the weight from the cache too often.
 GEMV_MAX_ROWS = {torch.float32: 24, torch.bfloat16: 64, torch.float16: 64}
@@ -58,10 +58,13 @@ class Kernel(NamedTuple):
         Raises:
             RuntimeError: shapes, strides or dtypes do not fit together, or the processor lacks the instructions.
         """
-        return multiplied(self.out, x, weight, bias)
+        rows = as_rows(x)
+        y = x.new_empty(rows.shape[0], weight.shape[0])
+        self.out(y, rows, weight, bias)
+        return with_shape_of(x, y)
 
 
-is_available, backend = _library.asking("fastgen::gemm_out")
+is_available = _library.availability("fastgen::gemm_out")
 for _name in ("gemv", "gemm"):
     _library.define(f"{_name}_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
     # Several linear ops on the same x.

@@ -28,8 +28,8 @@ def _prophetnet() -> list[Patch]:
         Patch("fairseq.models", "register_model", f"{model}:give_way"),
         Patch("fairseq.tasks", "register_task", f"{model}:give_way"),
         Patch("fairseq.criterions", "register_criterion", f"{model}:give_way"),
-        Patch(f"{model}.pretrained", "read", f"{__name__}.compat.checkpoints:load"),
-        Patch(f"{model}.attention", "NgramSelfAttention.extend", f"{__name__}.attention:extend"),
+        Patch(f"{model}.pretrained", "read", f"{__name__}.compat.repairs:load"),
+        Patch(f"{model}.attention", "NgramSelfAttention.extend", f"{__name__}.hooks:extend"),
         _Registration("fairseq", "ngram_transformer_prophet", f"{model}:register"),
     ]
 
@@ -46,10 +46,10 @@ def _generation() -> list[Patch]:
     states = "incremental_states new_order"
     call = "sample prefix_tokens constraints bos_token"
     return [
-        _hook("modules.multihead_attention", "MultiheadAttention.forward", "attention:attention", with_heads),
-        _hook("ngram_repeat_block", "NGramRepeatBlock.forward", "scores:no_repeat_ngram", ngrams),
-        _hook("search", "BeamSearch.step", "scores:step", search, optional="candidate_multiple"),  # of fairseq-fixed
-        _hook(generator, "EnsembleModel.forward_encoder", "sources:encode", "net_input"),
+        _hook("modules.multihead_attention", "MultiheadAttention.forward", "hooks:attention", with_heads),
+        _hook("ngram_repeat_block", "NGramRepeatBlock.forward", "hooks:no_repeat_ngram", ngrams),
+        _hook("search", "BeamSearch.step", "hooks:step", search, optional="candidate_multiple"),  # of fairseq-fixed
+        _hook(generator, "EnsembleModel.forward_encoder", "generate:encode", "net_input"),
         _hook(generator, "EnsembleModel.reorder_encoder_out", "generate:reorder_encoder_out", "encoder_outs new_order"),
         _hook(generator, "EnsembleModel.reorder_incremental_state", "generate:reorder_incremental_state", states),
         _hook(generator, "EnsembleModel.forward_decoder", "generate:forward_decoder", tokens),

@@ -9,7 +9,7 @@ the library's loop, processors and criteria run on hooks. The user's own process
 from __future__ import annotations
 
 from fastgen import releases
-from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS, STACKS
+from fastgen.optimizer.transformers.encoders.stacks import STACKS
 from fastgen.patching import Condition, Patch, has, takes
 
 _SCORES = "self input_ids scores"  # of processors and criteria
@@ -17,17 +17,7 @@ _SCORES = "self input_ids scores"  # of processors and criteria
 
 def patches() -> list[Patch]:
     """Returns every patch that FastGen applies to Transformers."""
-    return [
-        *_checkpoints(),
-        *_generation(),
-        *_processors(),
-        *_prophetnet(),
-        *_bark(),
-        *_key_positions(),
-        *_latents(),
-        *_experts(),
-        *_encoders(),
-    ]
+    return [*_checkpoints(), *_generation(), *_processors(), *_special_models(), *_encoders()]
 
 
 def _hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
@@ -82,7 +72,7 @@ def _processors() -> list[Patch]:
     module, with_encoder = "generation.logits_process", "EncoderNoRepeatNGramLogitsProcessor"
     least_new = "min_new_tokens prompt_length_to_skip eos_token_id"
     return [
-        _hook(module, "LogitsProcessorList.__call__", "scores:process", has(_SCORES)),
+        _hook(module, "LogitsProcessorList.__call__", "logits:process", has(_SCORES)),
         _hook(module, f"{with_encoder}.__init__", "logits:remember_encoder_tokens", has("encoder_input_ids")),
         hook("NoRepeatNGramLogitsProcessor", "no_repeat_ngram", "ngram_size"),
         hook(with_encoder, "no_repeat_ngram", "ngram_size batch_size"),
@@ -92,84 +82,59 @@ def _processors() -> list[Patch]:
     ]
 
 
-def _prophetnet() -> list[Patch]:
-    module, step, cache = "models.prophetnet.modeling_prophetnet", "captured.prophetnet", releases.TAKES_CACHE
+def _special_models() -> list[Patch]:
+    """Returns the patches of single models' code, and of the code that mixtures of experts share."""
+    hooks, keys, cache = "special_models", "captured.key_positions", releases.TAKES_CACHE
+    prophetnet = "models.prophetnet.modeling_prophetnet"
     buckets = "main_relative_position_buckets predict_relative_position_buckets"
     attention = has(f"hidden_states {cache} position_ids {buckets}")
-    return [
-        _hook(module, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(cache)),
-        _hook(module, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", attention),
-    ]
-
-
-def _bark() -> list[Patch]:
-    attends = takes("self query key value attention_mask", uses="is_causal bias head_dim attn_dropout")
-    return [_hook("models.bark.modeling_bark", "BarkSelfAttention._attn", "bark:attend", attends)]
-
-
-def _key_positions() -> list[Patch]:
-    step, cache = "captured.key_positions", releases.TAKES_CACHE
-    attends = takes("self query key value attention_mask", uses="bias")
-    forward = has(f"hidden_states position_bias {cache} attention_mask")
-    return [
-        _hook("models.gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention._attn", f"{step}:attend_gpt_neo", attends),
-        _hook("models.mpt.modeling_mpt", "MptAttention.forward", f"{step}:attend_mpt", forward),
-    ]
-
-
-def _experts() -> list[Patch]:
-    chooses = takes(
-        "self hidden_states top_k_index top_k_weights", uses="gate_up_proj down_proj act_fn num_routed_experts"
-    )
-    return [
-        _hook("integrations.moe", "_grouped_mm", "experts:grouped_mm", has("input weight offs")),
-        _hook(
-            "models.longcat_flash.modeling_longcat_flash",
-            "LongcatFlashExperts.forward",
-            "experts:longcat_flash",
-            chooses,
-        ),
-    ]
-
-
-def _latents() -> list[Patch]:
-    """Returns the patches of the code that expands latents into K and V in multi-head latent attention."""
+    attends = "self query key value attention_mask"
+    of_mpt = has(f"hidden_states position_bias {cache} attention_mask")
+    of_bark, of_neo = takes(attends, uses="is_causal bias head_dim attn_dropout"), takes(attends, uses="bias")
+    longcat = "models.longcat_flash.modeling_longcat_flash"
+    uses = "gate_up_proj down_proj act_fn num_routed_experts"
+    chooses = takes("self hidden_states top_k_index top_k_weights", uses=uses)
+    # The code that expands latents into K and V in multi-head latent attention.
     expands = takes("self kv_nope k_rot", uses="kv_b_proj qk_nope_head_dim v_head_dim qk_rope_head_dim")
-    classes = {
+    with_latents = {
         "axk1": "AXK1Attention", "bailing_hybrid": "BailingHybridAttention", "deepseek_v2": "DeepseekV2Attention",
         "deepseek_v3": "DeepseekV3Attention", "glm4_moe_lite": "Glm4MoeLiteAttention",
         "kimi_linear": "KimiLinearAttention", "longcat_flash": "LongcatFlashMLA", "minicpm3": "MiniCPM3Attention",
         "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
     }  # fmt: skip
     return [
-        _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", "latents:expand_kv", expands)
-        for name, kind in classes.items()
+        _hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{keys}:embed_prophetnet", has(cache)),
+        _hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{keys}:attend_prophetnet", attention),
+        _hook("models.bark.modeling_bark", "BarkSelfAttention._attn", f"{hooks}:attend", of_bark),
+        _hook("models.gpt_neo.modeling_gpt_neo", "GPTNeoSelfAttention._attn", f"{keys}:attend_gpt_neo", of_neo),
+        _hook("models.mpt.modeling_mpt", "MptAttention.forward", f"{keys}:attend_mpt", of_mpt),
+        *(
+            _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", f"{hooks}:expand_kv", expands)
+            for name, kind in with_latents.items()
+        ),
+        _hook("integrations.moe", "_grouped_mm", f"{hooks}:grouped_mm", has("input weight offs")),
+        _hook(longcat, "LongcatFlashExperts.forward", f"{hooks}:longcat_flash", chooses),
     ]
 
 
 def _encoders() -> list[Patch]:
-    """Returns the patches of encoders: of a model's call, its embeddings and layers, and their attention function."""
+    """Returns the patches of encoders: of a model's call, its layers, and their attention function."""
     library, text = "transformers.modeling_utils", "sentence_transformers"
-    call, sentences, layers = (f"{__name__}.encoders.{name}" for name in ("call", "sentences", "unpadded_forward"))
-    interface, tokens = has("attn_implementation default"), has("input_ids position_ids inputs_embeds")
+    call, layers = (f"{__name__}.encoders.{name}" for name in ("call", "unpadded_forward"))
+    interface = has("attn_implementation default")
     transformer = f"{text}.base.modules.transformer"
-    stacks, embeddings = STACKS.items(), sorted(EMBEDDINGS)
     return [
         Patch(library, "PreTrainedModel.__call__", f"{call}:call", is_inherited=True),
         Patch(library, "AttentionInterface.get_interface", f"{layers}:get_interface", interface),
         Patch(
             f"{text}.sentence_transformer.model",
             "SentenceTransformer.encode",
-            f"{sentences}:encode",
+            f"{call}:encode",
             has("output_value"),
         ),
-        Patch(transformer, "Transformer.forward", f"{sentences}:forward", has("features")),
+        Patch(transformer, "Transformer.forward", f"{call}:forward", has("features")),
         *(
             _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:stack", has(" ".join(given)))
-            for (module, name), (_, given) in stacks
-        ),
-        *(
-            _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:embed", tokens)
-            for module, name in embeddings
+            for (module, name), (_, given) in STACKS.items()
         ),
     ]

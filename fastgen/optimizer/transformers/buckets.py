@@ -1,6 +1,6 @@
 """Length buckets of a call: inputs of similar length run together, with little padding.
 
-The encoder runs on one bucket of `fastgen.decoding.length_buckets` after the other, without the padding after its
+The encoder runs on one bucket of `fastgen.decoding.unpadding` after the other, without the padding after its
 inputs. The prefill of a decoder-only model does the same, without the padding before its prompts. The result is zero in
 padded positions, which decoders and later steps mask.
 """
@@ -17,14 +17,18 @@ import torch
 from torch import Tensor
 
 from fastgen import patching, releases
-from fastgen.decoding import length_buckets
-from fastgen.decoding.modules import drop_former_forward, has_former_forward, runs_own_forward
+from fastgen.decoding import unpadding
+from fastgen.decoding.layer_forms import drop_former_forward, has_former_forward, runs_own_forward
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, way_of
-from fastgen.optimizer.transformers.encoders.unpadded_forward import Buckets, UnpaddedForward, holds_no_tensor
+from fastgen.optimizer.transformers.encoders.unpadded_forward import (
+    Buckets,
+    UnpaddedForward,
+    holds_no_tensor,
+    override_attention,
+)
 from fastgen.optimizer.transformers.models import parts_that_decode
 
 # Modules whose decoders are known to give the same result whatever padding precedes the prompt: equivalence tests run
@@ -59,7 +63,7 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return wrapped(*args, **kwargs)
     with call.decides():
         bound = inspect.signature(_encode).bind(call, wrapped, *args, **kwargs)
-    with attention.override_attention():
+    with override_attention():
         return _encode(*bound.args, **bound.kwargs)
 
 
@@ -220,7 +224,7 @@ def _buckets(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_fron
         or call.rows_depend_on_each_other
     ):
         return []
-    return length_buckets.by_mask(mask, in_front)
+    return unpadding.by_mask(mask, in_front)
 
 
 def _has_known_padding(part: Any, ids: Tensor, mask: Any, config: Any) -> bool:

@@ -10,19 +10,24 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fastgen import releases
-from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.fixed import FixedKV, FixedStates, States
 from fastgen.decoding.kv.rows import Beams
-from fastgen.decoding.kv.states import FixedStates, States
-from fastgen.optimizer.transformers import states as states_of_layers
 from fastgen.optimizer.transformers.cache_layers import (
+    LayerForm,
     SharedHybridLayer,
     SharedLayer,
+    SharedStates,
     StepCache,
     StepHybridLayer,
     StepLayer,
+    StepStates,
+    empty_layer,
+    has_kv,
+    has_states,
+    is_empty,
+    of_layer,
     window_of,
 )
-from fastgen.optimizer.transformers.states import LayerForm, SharedStates, StepStates
 
 
 class ExchangedLayers:
@@ -55,11 +60,11 @@ class ExchangedLayers:
     @staticmethod
     def _shared(layer: Any, per_input: int, initial_capacity: int) -> Any:
         """Returns FastGen's replacement of a library layer; a layer that keeps nothing is returned unchanged."""
-        if states_of_layers.is_empty(layer):
+        if is_empty(layer):
             return layer
-        if not states_of_layers.is_layer(layer):
+        if not has_states(layer):
             shared = SharedLayer(initial_capacity, window=window_of(layer))
-        elif states_of_layers.has_kv(layer):
+        elif has_kv(layer):
             shared = SharedHybridLayer(layer, per_input, initial_capacity)
         else:
             return SharedStates(layer, per_input)
@@ -112,8 +117,8 @@ class ExchangedLayers:
         for part, stored in zip(_parts(self.cache), (own, cross), strict=False):
             for kv_layer, kv in zip(_with_kv(part.layers), stored, strict=False):
                 kv_layer.kv.hold(*kv)
-        for layer, of_layer in zip(_with_states(_parts(self.cache)[0].layers), states, strict=True):
-            layer.hold_states(of_layer)
+        for layer, kept in zip(_with_states(_parts(self.cache)[0].layers), states, strict=True):
+            layer.hold_states(kept)
 
     def restore(self) -> None:
         """Restores the library's layers to what they were before the call."""
@@ -139,7 +144,7 @@ class ExchangedLayers:
 
 def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer | SharedStates]:
     """Returns FastGen's layers in a cache, or in a part of one, without the layers that keep nothing."""
-    own = [layer for layer in layers if not states_of_layers.is_empty(layer)]
+    own = [layer for layer in layers if not is_empty(layer)]
     shared = [layer for layer in own if isinstance(layer, (SharedLayer, SharedStates))]
     assert len(shared) == len(own), "somebody else has put layers into the cache"
     return shared
@@ -198,10 +203,7 @@ def states_in(cache: Cache) -> list[SharedStates]:
 
 def forms_of(cache: Cache) -> tuple[LayerForm, ...]:
     """Returns what each self-attention layer keeps, for a cache with FastGen's layers after the prefill."""
-    return tuple(
-        LayerForm.of(isinstance(layer, SharedLayer), states_of_layers.of_layer(layer))
-        for layer in _parts(cache)[0].layers
-    )
+    return tuple(LayerForm.of(isinstance(layer, SharedLayer), of_layer(layer)) for layer in _parts(cache)[0].layers)
 
 
 def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) -> bool:
@@ -262,20 +264,18 @@ def _may_hold_nothing(layers: Sequence[Any]) -> bool:
     """Whether layers that hold nothing are only where they may be: among layers with states, and at the end, where
     layers read the K and V of other layers.
     """
-    count = sum(map(states_of_layers.is_empty, layers))
-    return not any(map(states_of_layers.is_empty, layers[: len(layers) - count])) or any(
-        map(states_of_layers.is_layer, layers)
-    )
+    count = sum(map(is_empty, layers))
+    return not any(map(is_empty, layers[: len(layers) - count])) or any(map(has_states, layers))
 
 
 def _is_known(layer: Any) -> bool:
     is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-    return is_plain or states_of_layers.is_layer(layer) or states_of_layers.is_empty(layer)
+    return is_plain or has_states(layer) or is_empty(layer)
 
 
 def _stored(layer: Any) -> list[torch.Tensor]:
     """Returns the tensors that a library layer stores."""
-    found = list(states_of_layers.of_layer(layer).values())
+    found = list(of_layer(layer).values())
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or layer.get_seq_length() == 0:
         return found
@@ -332,5 +332,5 @@ def _step_layers(
                 StepHybridLayer(kv, next(fixed), cache_length) if form.states else StepLayer(kv, cache_length)
             )
         else:
-            layers.append(StepStates(next(fixed)) if form.states else states_of_layers.empty_layer())
+            layers.append(StepStates(next(fixed)) if form.states else empty_layer())
     return layers

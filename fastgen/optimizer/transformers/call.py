@@ -20,13 +20,11 @@ from fastgen import counters, releases
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layers import LINEAR, FastLayers
-from fastgen.interrupts import undoing
-from fastgen.locks import cached_property
+from fastgen.interrupts import cached_property, undoing
 from fastgen.ops import elementwise
 from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import ExchangedLayers
-from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.models import rows_depend_on_each_other
 from fastgen.optimizer.transformers.user_code import Errors
 
@@ -92,7 +90,7 @@ class Call:
     has_intervened: bool = False  # FastGen has changed the library's computation, so an error may be FastGen's
     takes_best: bool = False  # an accelerated beam search that takes the best continuations, and does not sample
     store: ExchangedLayers | None = None  # set once the call is accelerated
-    compaction: BatchCompaction | None = None  # the rows that the model runs on, if finished inputs may leave
+    compaction: Any = None  # a `BatchCompaction`: the rows that the model runs on, if finished inputs may leave
     entering: Any = None  # an `Entering`, if the call's inputs are to enter slots
     draft: Any = None  # the method of drafting that the call asks for
     prefilled: Any = None  # the outputs of a prefill made before the library's loop

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fastgen import patching, releases
-from fastgen.decoding.kv.cache import Pair
-from fastgen.decoding.sources import Sources
+from fastgen.decoding.kv import Pair
+from fastgen.decoding.prompt_caches import Sources
 from fastgen.optimizer.transformers.buckets import Prefill, reads_tokens_alone
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 

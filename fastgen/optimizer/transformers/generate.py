@@ -20,12 +20,12 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
-from fastgen import caches, counters, interrupts, patching, releases
+from fastgen import counters, interrupts, memory, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.captured import recording
-from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.transformers import loop, loop_hooks, models, scores, user_code
+from fastgen.decoding.retrying import RandomState
+from fastgen.optimizer.transformers import logits, loop, loop_hooks, models, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.entering import claimed, elsewhere
 from fastgen.optimizer.transformers.prefill import mode_of_loop, prefill
@@ -141,7 +141,7 @@ def decode(
 
 class _Processors(LogitsProcessorList):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return scores.process(super().__call__, self, args, kwargs)
+        return logits.process(super().__call__, self, args, kwargs)
 
 
 class _Criteria(StoppingCriteriaList):
@@ -271,7 +271,7 @@ def _attempted(
     with host_memory.kept(model.device):
         result = _accelerated(wrapped, attempt)
     if attempt.call.draft is not None:
-        releases.record_past_of(result)
+        releases.keep_past_of(result)
     return result
 
 
@@ -361,7 +361,7 @@ class _Attempt:
             return False
         if isinstance(error, torch.OutOfMemoryError):
             # The original code needs more memory, not less, but does not keep the captured steps of other calls.
-            return caches.free_captured_steps()
+            return memory.free_captured_steps()
         return True
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:

@@ -1,20 +1,28 @@
-"""Logits processors that work in place: n-gram processors and top-p, on FastGen's operators, and minimum lengths."""
+"""The logits and scores of a step in the library's loop: processors that work in place, and a sum that is put off.
+
+N-gram processors and top-p run on FastGen's operators. A step of beam search adds the running score of each beam to all
+of its continuations. Here, the loop gets a tensor that defers the addition until the best candidates are taken, where
+both are one pass (`best_candidates`). For all other operations it acts as the tensor that it represents.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
 )
 
 from fastgen import counters, patching
-from fastgen.ops import sort_rows
+from fastgen.decoding.kv.view import METADATA
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-from fastgen.ops.top_p import top_p_
+from fastgen.ops.search_step import MIN_SCORES, best_candidates, sorts, top_p_
 from fastgen.optimizer.transformers.call import Call
 
 _ENTRY_POINT = "transformers.no_repeat_ngram"
@@ -23,7 +31,7 @@ _TOP_P = "transformers.top_p"
 ENCODER_TOKENS = "_fastgen_encoder_tokens"
 
 
-def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Wraps `__call__(input_ids, scores)` of both n-gram processors."""
     if not patching.is_active():
         return wrapped(*args, **kwargs)
@@ -58,11 +66,11 @@ def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...],
     """Wraps `EncoderNoRepeatNGramLogitsProcessor.__init__`: keeps the tokens besides the original's table."""
     wrapped(*args, **kwargs)
     tokens = kwargs.get("encoder_input_ids", args[-1] if args else None)
-    if isinstance(tokens, torch.Tensor):
+    if isinstance(tokens, Tensor):
         setattr(processor, ENCODER_TOKENS, tokens.unsqueeze(0) if tokens.dim() == 1 else tokens)
 
 
-def min_length(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def min_length(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Wraps `__call__(input_ids, scores)` of the processors that ban end tokens up to a length.
 
     The original copies all scores twice, whether it bans the end or not.
@@ -78,12 +86,12 @@ def min_length(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict
     return scores
 
 
-def _banned(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, list[int]] | None:
+def _banned(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, list[int]] | None:
     """Returns the scores, and the columns to ban now; None if the original code does it."""
     input_ids, scores = _arguments(*args, **kwargs)
     ends = processor.eos_token_id
     if (
-        not isinstance(ends, torch.Tensor)
+        not isinstance(ends, Tensor)
         or scores.device.type != "cpu"  # on other devices, reading the tokens would synchronize
         or (scores.requires_grad and torch.is_grad_enabled())
     ):
@@ -97,7 +105,7 @@ def _banned(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return scores, [int(end) for end in ends.flatten().tolist() if 0 <= end < scores.shape[-1]]
 
 
-def top_p(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def top_p(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Wraps `TopPLogitsWarper.__call__(input_ids, scores)`."""
     call = Call.current() if patching.is_active() else None
     scores = None if call is None else counters.decided(_TOP_P, _sorted_fast, processor, args, kwargs)
@@ -110,17 +118,17 @@ def top_p(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str,
     return top_p_(scores, share, processor.filter_value, least, orders_as_torch=is_exact)
 
 
-def _sorted_fast(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _sorted_fast(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Returns the scores if the operator serves them; None for the original code."""
     _, scores = _arguments(*args, **kwargs)
-    return scores if isinstance(scores, torch.Tensor) and sort_rows.serves(scores) else None
+    return scores if isinstance(scores, Tensor) and sorts(scores) else None
 
 
-def _arguments(input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _arguments(input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     return input_ids, scores
 
 
-def _unsupported(tokens: torch.Tensor, scores: torch.Tensor) -> str | None:
+def _unsupported(tokens: Tensor, scores: Tensor) -> str | None:
     if tokens.dtype not in (torch.int32, torch.int64):
         return f"tokens of type {tokens.dtype}"
     if scores.requires_grad and torch.is_grad_enabled():
@@ -132,7 +140,7 @@ def _unsupported(tokens: torch.Tensor, scores: torch.Tensor) -> str | None:
     return None
 
 
-def _context_unsupported(context: torch.Tensor | None, scores: torch.Tensor) -> str | None:
+def _context_unsupported(context: Tensor | None, scores: Tensor) -> str | None:
     if context is None:
         return "the processor was made before FastGen was enabled"
     reason = _unsupported(context, scores)
@@ -144,3 +152,98 @@ def _context_unsupported(context: torch.Tensor | None, scores: torch.Tensor) -> 
 def _are_private() -> bool:
     call = Call.current()
     return call is not None and call.scores_are_private
+
+
+# ---- the sum with the scores of beams
+
+
+class LogProbabilities(Tensor):
+    """Log-probabilities after the processors, [rows, vocabulary], to which running scores may have been added.
+
+    Its data does not include the running scores, but has the shape of the sum. There are rules for some operations. For
+    others, and if a rule returns None, the ordinary tensor is used.
+    """
+
+    _rules: ClassVar[dict[Any, Callable[..., Any]]]
+    _running: Tensor | None = None
+
+    @classmethod
+    def of(cls, scores: Tensor, running: Tensor | None = None) -> LogProbabilities:
+        """Wraps scores in the order [inputs, beams, vocabulary], of any shape, and addends [inputs, beams]."""
+        made = scores.as_subclass(cls)
+        made._running = running
+        return made
+
+    def plain(self) -> Tensor:
+        """Returns the ordinary tensor that this one represents."""
+        scores = self.as_subclass(Tensor)
+        if self._running is None:
+            return scores
+        return (scores.reshape(*self._running.shape, -1) + self._running.unsqueeze(2)).reshape(scores.shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA:
+                return func(*args, **kwargs)
+            if args and isinstance(args[0], cls):
+                rule = cls._rules.get(func)
+                done = rule(*args, **kwargs) if rule is not None else None
+                if done is not None:
+                    return done
+                if args[0]._running is not None and _writes(func):
+                    raise RuntimeError(f"{func.__name__} writes into a sum of scores that has not been computed")
+            args, kwargs = tree_map_only(LogProbabilities, LogProbabilities.plain, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _reshape(self, *shape: Any, **options: Any) -> Any:
+        return LogProbabilities.of(self.as_subclass(Tensor).reshape(*shape, **options), self._running)
+
+    def _add(self, running: Any, **options: Any) -> Any:
+        if self._running is not None or not isinstance(running, Tensor) or running.dtype is not self.dtype or options:
+            return None
+        if self.dim() != 3 or running.shape != (*self.shape[:2], 1):
+            return None
+        return LogProbabilities.of(self.as_subclass(Tensor), running.squeeze(2))
+
+    def _topk(self, k: int, *more: Any, **options: Any) -> Any:
+        running = self._running
+        if running is None or more or options or self.dim() != 2 or self.shape[0] != running.shape[0]:
+            return None
+        rows = self.as_subclass(Tensor).reshape(running.numel(), -1)
+        return torch.return_types.topk(best_candidates(rows, running, k))
+
+    _rules = {
+        torch.reshape: _reshape,
+        Tensor.reshape: _reshape,
+        torch.add: _add,
+        Tensor.add: _add,
+        Tensor.__add__: _add,
+        torch.topk: _topk,
+        Tensor.topk: _topk,
+    }
+
+
+def _writes(func: Callable) -> bool:
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _pays(scores: Any) -> bool:
+    return (
+        type(scores) is Tensor
+        and scores.dtype is torch.float32
+        and scores.device.type == "cpu"
+        and scores.numel() >= MIN_SCORES
+        and not torch.is_grad_enabled()
+    )
+
+
+def process(wrapped: Any, processors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Wraps `LogitsProcessorList.__call__`, to whose result a beam search adds the running scores."""
+    scores = wrapped(*args, **kwargs)
+    call = Call.current()
+    if call is None or not call.takes_best or not patching.is_active() or not _pays(scores):
+        return scores
+    return LogProbabilities.of(scores)

@@ -19,10 +19,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import counters, patching, releases, settings
-from fastgen.decoding import library_code
+from fastgen.decoding import derived_weights, library_code
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
 from fastgen.optimizer.transformers import user_code
@@ -32,7 +31,6 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS
-from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks
 from fastgen.optimizer.transformers.loop_hooks import HookedModel
 from fastgen.optimizer.transformers.models import (
     STATES,
@@ -47,6 +45,7 @@ from fastgen.optimizer.transformers.models import (
     unread_inputs,
 )
 from fastgen.optimizer.transformers.prefill import has_no_rows, prefill
+from fastgen.optimizer.transformers.special_models import DELAYS, PLAIN, Codebooks
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 from fastgen.optimizer.transformers.speculation.drafts import Draft, draft_for
@@ -277,7 +276,7 @@ def _check_weights(model: Any) -> None:
     now = settings.current()
     if now.weight_dtype == "fp32" or now.packed_weights == "keep":
         return
-    if model.device.type == "cpu" or formats.unavailable(now.weight_dtype, model.device) is None:
+    if model.device.type == "cpu" or derived_weights.unavailable(now.weight_dtype, model.device) is None:
         graph_cache.drop(model)
         raise CannotBeCaptured('copies of weights that are not kept (packed_weights="keep")')
 

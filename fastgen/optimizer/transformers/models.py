@@ -17,10 +17,11 @@ from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_en
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import patching, releases
-from fastgen.decoding import library_code, torch_functions
+from fastgen.decoding import guards, library_code
 from fastgen.decoding.guards import IdentityGuard
-from fastgen.decoding.modules import modules_of, runs_own_forward
-from fastgen.optimizer.transformers import codebooks, states
+from fastgen.decoding.layer_forms import runs_own_forward
+from fastgen.decoding.library_code import modules_of
+from fastgen.optimizer.transformers import cache_layers, special_models
 from fastgen.optimizer.transformers.capturable import CAPTURABLE, KOSMOS2, WITH_HOOKS, class_of
 from fastgen.releases import Usual
 
@@ -60,7 +61,7 @@ _INDEPENDENT = frozenset(
 )
 # `generate` treats this class as decoder-only, but it takes an encoder's output, as the inputs below, and stores its K
 # and V beside its own in a cache that it makes itself.
-_READS_STATES = "transformers.models.blip.modeling_blip_text.BlipTextLMHeadModel"
+_READS_STATES = "BlipTextLMHeadModel"
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 # These count positions from the cache length, and some of them from the non-padding tokens of a pass. After a padding
 # token, the positions of a verify would differ from those of single steps.
@@ -73,33 +74,20 @@ _COUNTING = frozenset(
     XLMRobertaForCausalLM XLMRobertaXLForCausalLM
     """.split()
 )
-_FALCON = "transformers.models.falcon.modeling_falcon.FalconForCausalLM"
-_GIT = "transformers.models.git.modeling_git.GitForCausalLM"
-_PALIGEMMA = "transformers.models.paligemma.modeling_paligemma.PaliGemmaForConditionalGeneration"
+_PALIGEMMA = "PaliGemmaForConditionalGeneration"
 # The decoder attends to the whole source, whatever mask `generate` is given: Whisper's mask counts the frames of a
 # recording, and an image model may be given a mask of image patches. MusicGen Melody has zeros where there is padding.
 _SOURCE_WITHOUT_MASK = frozenset(
-    (
-        "transformers.models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForConditionalGeneration",
-        "transformers.models.vision_encoder_decoder.modeling_vision_encoder_decoder.VisionEncoderDecoderModel",
-        "transformers.models.whisper.modeling_whisper.WhisperForConditionalGeneration",
-    )
+    ("MusicgenMelodyForConditionalGeneration", "VisionEncoderDecoderModel", "WhisperForConditionalGeneration")
 )
 # Inputs that the library passes to steps, which do not read them. Qwen2-Audio reads this one only together with audio,
 # and MusicGen turns its audio prompt into tokens first.
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
     KOSMOS2: ("image_embeds", "image_embeds_position_mask"),
-    "transformers.models.udop.modeling_udop.UdopForConditionalGeneration": ("bbox", "visual_bbox"),
-    "transformers.models.qwen2_audio.modeling_qwen2_audio.Qwen2AudioForConditionalGeneration": (
-        "feature_attention_mask",
-    ),
-    "transformers.models.musicgen.modeling_musicgen.MusicgenForConditionalGeneration": (
-        "prefill_outputs",
-        "input_values",
-        "padding_mask",
-        "audio_scales",
-    ),
+    "UdopForConditionalGeneration": ("bbox", "visual_bbox"),
+    "Qwen2AudioForConditionalGeneration": ("feature_attention_mask",),
+    "MusicgenForConditionalGeneration": ("prefill_outputs", "input_values", "padding_mask", "audio_scales"),
 }
 
 
@@ -161,13 +149,9 @@ def unread_inputs(model: Any) -> tuple[str, ...]:
     return (*unread, "labels") if is_librarys else unread
 
 
-def _short_name_of(model: Any) -> str:
-    return class_of(model).rpartition(".")[2]
-
-
 def unsupported(model: Any) -> str | None:
     """Returns why calls of this model are not accelerated, as far as the model alone tells; None if they are."""
-    kind, unusual = type(model), torch_functions.unusual()
+    kind, unusual = type(model), guards.unusual()
     if unusual is not None:
         return Usual(unusual)
     failed = releases.failed_before(kind)
@@ -184,7 +168,7 @@ def unsupported(model: Any) -> str | None:
             return f"{kind.__name__} has a decoding loop of its own ({method})"
     if hasattr(model, "_reorder_cache"):
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
-    if states.are_unknown(model):
+    if cache_layers.states_are_unknown(model):
         return f"{kind.__name__} keeps state other than K/V"
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         if not library_code.is_own(getattr(kind, method)):
@@ -208,11 +192,11 @@ def unsupported(model: Any) -> str | None:
 
 def why_no_drafts(model: Any) -> str | None:
     """Returns why no draft can be verified, because rejected positions cannot be dropped; None if drafts can be."""
-    if states.are_kept(model, text_config(model.config)):
+    if cache_layers.states_are_kept(model, text_config(model.config)):
         return "a model with states that cannot go back"
-    if codebooks.are_read(model):
+    if special_models.reads_codebooks(model):
         return "rows of tokens that are codebooks"
-    if any(_short_name_of(part) in _COUNTING for part in parts_that_decode(model)):
+    if any(class_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None
 
@@ -234,7 +218,7 @@ def takes_more_than_text(model: Any) -> bool:
 
 def pictures_in_front(model: Any) -> int:
     """Returns how many picture positions the cache has before the tokens, for which GIT itself widens the mask."""
-    if class_of(model) != _GIT:
+    if class_of(model) != "GitForCausalLM":
         return 0
     count: int = model.git.encoder.layer[0].attention.self.image_patch_tokens
     return count
@@ -315,9 +299,7 @@ def has_independent_rows(part: Any) -> bool:
     """Whether the rows of a part that generates are known to be independent. The encoder does not matter: it runs per
     input.
     """
-    is_as_it_was = runs_own_forward(part) and library_code.is_own(type(part).forward)
-    is_known = class_of(part).startswith("transformers.models.") and _short_name_of(part) in _INDEPENDENT
-    return is_as_it_was and is_known
+    return runs_own_forward(part) and library_code.is_own(type(part).forward) and class_of(part) in _INDEPENDENT
 
 
 def rows_depend_on_each_other(model: Any) -> bool:
@@ -414,7 +396,7 @@ def reads_mask_of_tokens(model: Any) -> bool:
 
     Falcon computes its bias from it, and Kosmos-2 takes no other. BLOOM makes that mask itself.
     """
-    return class_of(model) == KOSMOS2 or (class_of(model) == _FALCON and bool(model.config.alibi))
+    return class_of(model) == KOSMOS2 or (class_of(model) == "FalconForCausalLM" and bool(model.config.alibi))
 
 
 def type_of_generated(model: Any) -> int | None:

@@ -1,7 +1,7 @@
 """The hook around `GenerationMixin._prefill`: the prompt runs once per input, whatever the number of sequences.
 
 It undoes the library's repetition for the prefill, and repeats the logits instead. Everything that could prevent
-acceleration is checked before anything is changed.
+acceleration is checked before anything is changed. Images and audio are encoded once for each input, too.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import copy
 import inspect
 import math
 import sys
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching, releases
-from fastgen.decoding import half_precision
+from fastgen.decoding import layer_forms
 from fastgen.decoding.kv.rows import Beams
 from fastgen.optimizer.transformers import cache as caches
-from fastgen.optimizer.transformers import pictures
 from fastgen.optimizer.transformers.buckets import prefill_in_groups
 from fastgen.optimizer.transformers.cache import ExchangedLayers
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, Call, NotAccelerated
-from fastgen.optimizer.transformers.compaction import BatchCompaction
-from fastgen.optimizer.transformers.loop_hooks import may_leave
+from fastgen.optimizer.transformers.loop_hooks import BatchCompaction, may_leave
 from fastgen.optimizer.transformers.models import (
+    TOKEN_TYPES,
     axis_of_hidden_rows,
     axis_of_rows,
     hands_on_more,
@@ -85,7 +87,7 @@ def _prefill(
     if declined is not None:
         call.decline(declined)
         dtype = call.model.dtype
-        with half_precision.upcast_products(dtype) if declined is BEYOND_WINDOW else contextlib.nullcontext():
+        with layer_forms.upcast_products(dtype) if declined is BEYOND_WINDOW else contextlib.nullcontext():
             return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
@@ -97,7 +99,7 @@ def _prefill(
     store = call.store = ExchangedLayers(cache, per_input, initial_capacity)
 
     def run(ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        with half_precision.upcast_products(call.model.dtype):
+        with layer_forms.upcast_products(call.model.dtype):
             return wrapped(ids, generation_config, kwargs, is_first_iteration)
 
     how = call.entering
@@ -156,7 +158,7 @@ def _one_row_each(
         raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     several = per_input > 1 and takes_more_than_text(call.model)
     own = call.model.config
-    if several and any(pictures.may_be_several(own, input_ids, *each) for each in model_kwargs.items()):
+    if several and any(may_be_several(own, input_ids, *each) for each in model_kwargs.items()):
         raise NotAccelerated("pictures that the library repeats one by one")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {
@@ -223,7 +225,7 @@ def _pictures_once(model: Any, ids: torch.Tensor, encoded: Any, per_input: int) 
     """Returns the encoders' outputs for images, for one sequence of each input."""
     if not encoded or per_input == 1:
         return encoded
-    found = pictures.once(model, ids, encoded, per_input)
+    found = encoded_once(model, ids, encoded, per_input)
     if found is None:
         raise NotAccelerated("pictures that are not those of each sequence of an input")
     return found
@@ -249,3 +251,92 @@ def _repeat(value: Any, batch: int, per_input: int, axis: int = 0) -> Any:
     if value.shape[axis] != batch:
         raise RuntimeError(f"an output of the prefill has {value.shape[axis]} rows for {batch} inputs")
     return value.repeat_interleave(per_input, dim=axis)
+
+
+# ---- images and audio
+
+# Inputs of a multimodal model that have a row for each sequence.
+_PER_SEQUENCE = frozenset(("attention_mask", "position_ids", "inputs_embeds", "labels", *TOKEN_TYPES))
+_SOUNDS = frozenset(("input_features", "input_features_mask", "feature_attention_mask"))
+
+
+def may_be_several(config: Any, ids: Tensor, name: str, value: Any) -> bool:
+    """Whether an input may hold several images or audio clips one after the other, or their sizes, so that it is
+    unknown which input each belongs to.
+
+    The library repeats each one separately, so that the sequences of an input with two of them get either the first one
+    twice or the second one twice. If there are as many clips as prompts, and each prompt has a place for one, each has
+    one.
+
+    Args:
+        ids: [sequences, length], the prompts.
+    """
+    if name in _PER_SEQUENCE or not isinstance(value, Tensor):
+        return False
+    token = getattr(config, "audio_token_id", getattr(config, "audio_token_index", None))
+    if name not in _SOUNDS or token is None or len(value) != len(ids):
+        return True
+    return not bool(ids.eq(token).any(dim=1).all())
+
+
+def encoded_once(model: Any, ids: Tensor, encoded: dict[str, Any], per_input: int) -> dict[str, Any] | None:
+    """Returns the outputs of encoders, by input kind ("image", "video"), without repetitions.
+
+    Args:
+        ids: [inputs, length], the prompts.
+        encoded: outputs for `per_input` sequences each, made by `GenerationMixin._expand_multimodal_outputs`.
+
+    Returns:
+        None if that method would not make `encoded` from the result.
+    """
+    if not ids.numel():  # the prompt is embeddings, in which images cannot be located
+        return None
+    found = {kind: _once(model.config, kind, ids, outputs, per_input) for kind, outputs in encoded.items()}
+    if any(outputs is None for outputs in found.values()):
+        return None
+    again = model._expand_multimodal_outputs(ids, {kind: copy.copy(each) for kind, each in found.items()}, per_input)
+    same = all(
+        _are_same(getattr(again[kind], name, None), getattr(outputs, name, None))
+        for kind, outputs in encoded.items()
+        for name in ("pooler_output", "deepstack_features")
+    )
+    return found if same else None
+
+
+def _once(config: Any, kind: str, ids: Tensor, outputs: Any, per_input: int) -> Any:
+    token, parts = getattr(config, f"{kind}_token_id", None), getattr(outputs, "pooler_output", None)
+    if token is None or parts is None:
+        return None
+    kept = list(_places_of_first([len(part) for part in parts], (ids == token).sum(dim=1).tolist(), per_input))
+    found = copy.copy(outputs)
+    found.pooler_output = parts[torch.tensor(kept)] if isinstance(parts, Tensor) else [parts[place] for place in kept]
+    features = getattr(outputs, "deepstack_features", None)
+    if features is not None:
+        if not all(isinstance(each, list) and len(each) == len(parts) for each in features):
+            return None  # the library may not have repeated them
+        found.deepstack_features = [[each[place] for place in kept] for each in features]
+    return found
+
+
+def _places_of_first(lengths: list[int], wanted: list[int], per_input: int) -> Iterator[int]:
+    """Yields the indices of the images that belong to the first sequence of each input.
+
+    Args:
+        lengths: length of each image, in tokens.
+        wanted: number of image tokens of each input.
+    """
+    ends, place = list(accumulate(lengths, initial=0)), 0
+    for tokens in wanted:
+        first = place
+        while place < len(lengths) and ends[place] - ends[first] < tokens:
+            yield place
+            place += 1
+        place += (per_input - 1) * (place - first)
+
+
+def _are_same(these: Any, those: Any) -> bool:
+    if isinstance(these, Tensor) and isinstance(those, Tensor):
+        return torch.equal(these, those)
+    if these is None or those is None:
+        return these is those
+    return len(these) == len(those) and all(map(_are_same, these, those))

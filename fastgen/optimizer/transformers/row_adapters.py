@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastgen import patching
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.layer_forms import Replacement
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.library_code import modules_of
 
 # Names of the adapters that a pass serves. None stands for the active ones, which rows without their own adapter use.
 Adapters = tuple[str | None, ...]

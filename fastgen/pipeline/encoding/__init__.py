@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.encoding.run import Classify, Embed, classify_dataset, embed_dataset
+from fastgen.pipeline.settings import ClassifyOptions, EmbedOptions
 
 __all__ = ["Classify", "ClassifyOptions", "Embed", "EmbedOptions", "classify_dataset", "embed_dataset"]

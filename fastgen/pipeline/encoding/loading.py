@@ -8,7 +8,6 @@ from typing import Any
 
 from fastgen import settings as process_settings
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
-from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.loading import (
     Loaded,
@@ -18,6 +17,7 @@ from fastgen.pipeline.loading import (
     read_model,
     sentence_files_of,
 )
+from fastgen.pipeline.settings import ClassifyOptions, EmbedOptions
 
 # A checkpoint may have heads that are not used.
 _NEEDED = {"missing": "missing", "mismatched": "misshapen"}

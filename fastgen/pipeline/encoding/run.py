@@ -12,7 +12,6 @@ from typing import Any
 
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import Batch, BatchResult, BatchStage
-from fastgen.pipeline.encoding.layouts import Labels, Vectors
 from fastgen.pipeline.encoding.loading import (
     LoadedEncoder,
     load_classifier,
@@ -22,12 +21,13 @@ from fastgen.pipeline.encoding.loading import (
     prepare_embedder,
 )
 from fastgen.pipeline.encoding.modules import read_modules
-from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import explained
+from fastgen.pipeline.inputs import Record
+from fastgen.pipeline.layouts import Labels, Result, Vectors
 from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
-from fastgen.pipeline.records import Problem, Record, Result
+from fastgen.pipeline.readers import Problem
 from fastgen.pipeline.run import DataRun, Results, RunReport
-from fastgen.pipeline.settings import DataOptions
+from fastgen.pipeline.settings import ClassifyOptions, DataOptions, EmbedOptions
 
 # Fixed cost of a forward pass beside its tokens, in tokens: measured with all-MiniLM-L6-v2 on two cores.
 PASS_COST = 128

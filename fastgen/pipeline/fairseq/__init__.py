@@ -8,6 +8,6 @@ loaded, like those of FairSeq's data loader; where forking is not safe, a thread
 A configuration is what FairSeq makes of a command line (`convert_namespace_to_omegaconf`).
 """
 
-from fastgen.pipeline.fairseq.commands import evaluate, generate, interact
+from fastgen.pipeline.fairseq.run import evaluate, generate, interact
 
 __all__ = ["evaluate", "generate", "interact"]

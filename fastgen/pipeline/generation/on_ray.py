@@ -21,10 +21,10 @@ from fastgen import counters, patching
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import Batch, BatchResult, BatchStage, Window
 from fastgen.pipeline.errors import PipelineError, SetupError, explained, one_line
-from fastgen.pipeline.generation.continuous import stage_for
 from fastgen.pipeline.generation.loading import LoadedModel, load
+from fastgen.pipeline.generation.model import stage_for
 from fastgen.pipeline.generation.options import RunOptions
-from fastgen.pipeline.identity import content
+from fastgen.pipeline.journal import content
 
 LOCAL = "local"
 """The address of a cluster on this machine, which lives as long as the run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.run import quantize_model
+from fastgen.pipeline.quantizing.settings import QuantizeOptions
 
 __all__ = ["QuantizeOptions", "quantize_model"]

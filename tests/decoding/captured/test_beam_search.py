@@ -7,7 +7,7 @@ import torch
 
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import Search
-from fastgen.ops.best_candidates import reference
+from fastgen.ops.search_step import continuations_reference
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +46,7 @@ def run(model, state):
     while not state.done:
         with torch.no_grad():
             logits = model(state.running_tokens[:, start : int(state.length.max())].clamp(min=0)).logits[:, -1]
-        state.take(reference(logits, state.running_scores, state.candidates))
+        state.take(continuations_reference(logits, state.running_scores, state.candidates))
     return state
 
 

@@ -1,4 +1,4 @@
-"""What makes a function capturable, the flag that is read late, and, on a GPU, the graph itself."""
+"""The flag that is read late, and, on a GPU, the graph itself."""
 
 from __future__ import annotations
 
@@ -11,48 +11,6 @@ import pytest
 import torch
 
 from fastgen.decoding.captured import graph
-from tests.recorded_graph import RecordedGraph
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, mask: torch.where(mask, x, -1.5),
-        lambda x, mask: torch.where(mask, 2, x),
-        lambda x, mask: torch.where(mask, 1.0, 0.0),
-        lambda x, mask: torch.where(mask, x.long(), 2.5),
-        lambda x, mask: torch.where(mask, x.half(), -float("inf")),
-        lambda x, mask: x.where(mask, -2),
-        lambda x, mask: x + torch.tensor(1.5, device=x.device, dtype=x.dtype),
-        lambda x, mask: x + torch.tensor(2, device=x.device),
-        lambda x, mask: torch.where(mask, torch.tensor(0.0, device=x.device, dtype=x.dtype), -3.0),
-        lambda x, mask: x.index_copy(0, torch.tensor([2, 0], device=x.device), x[:2]),
-        lambda x, mask: x + torch.tensor((1.5, -0.1, 2.0), device=x.device, dtype=x.dtype),
-        lambda x, mask: mask & torch.tensor([True, False, True], device=x.device),
-        lambda x, mask: x[[1]].neg_() + x,
-        lambda x, mask: x.view(1, 3, 1)[..., [-1], :],
-    ],
-)
-def test_numbers_are_made_on_the_device(device, function):
-    """With the same result, of the same type; as it stands, it cannot be captured."""
-    x, out = torch.tensor([0.5, -1.0, 2.0], device=device), []
-    mask = x > 0
-    wanted = function(x, mask)
-    made = graph.Graph(device) if device.type == "cuda" else RecordedGraph()
-    if device.type == "cpu":
-        with pytest.raises(RuntimeError, match="not permitted"):
-            RecordedGraph().capture(lambda: function(x, mask))
-    made.capture(graph.capturable(lambda: out.append(function(x, mask))))
-    made.replay()
-    assert out[0].dtype == wanted.dtype
-    assert torch.equal(out[0], wanted)
-
-
-@pytest.mark.parametrize("index", [[3], [-4], (slice(None), [2]), (..., [-3])], ids=str)
-def test_a_place_that_is_not_there(index):
-    x = torch.zeros(3, 2)
-    with graph.Capturable(), pytest.raises(IndexError):
-        x[index]
 
 
 def test_backend(monkeypatch):

@@ -16,11 +16,11 @@ from torch import Tensor, nn, overrides
 from torch.utils import _python_dispatch
 
 from fastgen.decoding import host_memory
-from fastgen.decoding.arena import LEAST_CHUNK, Arena
 from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.program_memory import LEAST_CHUNK, Arena
 from fastgen.ops import elementwise
 from fastgen.ops.linear import choose
 from tests import test_recorded_graph as cases

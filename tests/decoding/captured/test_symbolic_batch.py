@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.decoding.arena import Arena
 from fastgen.decoding.captured.program import Program, prepared
 from fastgen.decoding.captured.symbolic_batch import (
     DoesNotFollow,
@@ -18,7 +17,7 @@ from fastgen.decoding.captured.symbolic_batch import (
     batches,
     tensors_of,
 )
-from fastgen.decoding.kv.exchange import Growing
+from fastgen.decoding.program_memory import Arena, Growing
 
 BOTH, HEADS, DIM = (13, 17), 3, 4
 WEIGHT = torch.randn(HEADS * DIM, HEADS * DIM)

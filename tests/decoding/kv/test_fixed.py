@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from fastgen.decoding import host_memory
-from fastgen.decoding.kv.exchange import Growing
 from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.view import CannotBeCaptured, KVView, of_latents
+from fastgen.decoding.program_memory import Growing
 
 BATCH, PER_INPUT, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
 PREFIX, PREFIX_CAPACITY, CAPACITY = 5, 8, 6

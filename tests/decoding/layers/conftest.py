@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import layers
-from fastgen.decoding.weights import cache
+from fastgen.decoding import derived_weights, layers
 from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 from tests.noting import noted
@@ -22,7 +21,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.no_grad():
         yield
     fastgen.enable(weight_dtype="fp32", packed_weights="call")
-    cache.drop_all()
+    derived_weights.drop_all()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.speculation.near_ties import best_tokens
+from fastgen.decoding.speculation.speculative_search import best_tokens
 
 EPSILON = torch.finfo(torch.float32).eps
 

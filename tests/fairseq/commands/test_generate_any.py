@@ -48,7 +48,7 @@ def test_a_data_directory(world, expected, tmp_path, capfd):
 
 
 def test_an_interrupt_leaves_what_is_finished(world, tmp_path, capsys):
-    with interrupted_after(2, pipeline.commands.Generate, "compute"):
+    with interrupted_after(2, pipeline.run.Generate, "compute"):
         assert generate_any([str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE]) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt.partial"]
     assert len(lines((tmp_path / "out.txt.partial").read_text())) == 16 * 5
@@ -60,7 +60,7 @@ def test_a_failure_in_a_text_leaves_what_is_finished(world, tmp_path, capsys):
     for path in (world.model, *world.data.glob("dict.*")):
         shutil.copy(path, tmp_path)
     words = [str(tmp_path / world.model.name), str(world.folder / "test.de"), str(tmp_path / "out.txt")]
-    with interrupted_after(2, pipeline.commands.Interactive, "compute", PipelineError("broken")):
+    with interrupted_after(2, pipeline.run.Interactive, "compute", PipelineError("broken")):
         assert generate_any([*words, "-s", "de", "-t", "en", "--cpu", "--batch-size", "8"]) == 2
     found = [line for line in (tmp_path / "out.txt.partial").read_text().splitlines() if line[:2] == "D-"]
     assert len(found) == 16

@@ -46,7 +46,7 @@ _CASES = cases.CASES
 
 def operators() -> list[str]:
     """The operators that have kernels in this process."""
-    for module in (*fastgen.ops.OPERATORS, "linear.tune", "command_list", "thread_pool"):
+    for module in (*(module for module, _ in fastgen.ops.OPERATORS.values()), "linear.tune", "runtime"):
         __import__(f"fastgen.ops.{module}")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgen::"))
@@ -123,7 +123,7 @@ class Fuzzer:
         self.counts[name]["taken"] += 1
 
     def _called(self, name: str, operator: Any, args: list[Any], in_plan: bool) -> Any:
-        from fastgen.ops.command_list import OPERATORS
+        from fastgen.ops.runtime import OPERATORS
 
         schema = operator._schema.arguments
         plain = [arg for arg, each in zip(args, schema, strict=True) if not each.kwarg_only]

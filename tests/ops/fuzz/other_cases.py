@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import approximate_logits, elementwise, rms_norm
-from fastgen.ops.top_two import MASKED
+from fastgen.ops.search_step import MASKED
 from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, size, untouched
 
 _ops = torch.ops.fastgen

@@ -14,7 +14,7 @@ from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
-from fastgen.ops import search_step, top_two
+from fastgen.ops import search_step
 from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, size, untouched
 
 _CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def two(rng: random.Random) -> Case:
     scores = torch.randn(rows, vocabulary) if rng.random() < 0.7 else torch.randint(9, (rows, vocabulary)).float()
     if scores.numel() and rng.random() < 0.2:
         scores.view(-1)[rng.randrange(scores.numel())] = rng.choice((torch.nan, torch.inf, -torch.inf, 1e38))
-    given = [untouched((rows,), torch.int64), untouched((rows,), torch.bool), scores, top_two.MASKED, share]
+    given = [untouched((rows,), torch.int64), untouched((rows,), torch.bool), scores, search_step.MASKED, share]
     return Case(given)
 
 

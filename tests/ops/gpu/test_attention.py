@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.ops import gpu
 from fastgen.ops.attention import composed, decode_attention, reference, shared_prefix_attention
-from fastgen.ops.gpu.attention import plan, split_count
+from fastgen.ops.gpu.launches import plan, split_count
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -227,7 +227,7 @@ def test_what_lies_on_another_device_is_not_for_the_kernel(name, monkeypatch):
     arguments["ends"] = torch.full((2,), 50, dtype=torch.int32)
     foreign = arguments[name]
     monkeypatch.setattr(gpu, "available", lambda *tensors: not any(tensor is foreign for tensor in tensors))
-    monkeypatch.setattr(gpu.attention, "launch", lambda *args, **options: pytest.fail("the kernel reads it"))
+    monkeypatch.setattr(gpu.launches, "launch_attention", lambda *args, **options: pytest.fail("the kernel reads it"))
     torch.testing.assert_close(decode_attention(**arguments), reference(**arguments), rtol=2e-5, atol=2e-5)
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops.best_candidates import best_continuations, reference
-from fastgen.ops.gpu import best_candidates as on_gpu
+from fastgen.ops.gpu import launches as on_gpu
+from fastgen.ops.search_step import best_continuations, continuations_reference
 
 cases = st.fixed_dictionaries(
     {
@@ -77,7 +77,7 @@ def test_kernel(case, device, kernels):
 @given(case=cases)
 @settings(max_examples=25)
 def test_reference(case, device):
-    check(reference, case, device)
+    check(continuations_reference, case, device)
 
 
 @given(case=cases)

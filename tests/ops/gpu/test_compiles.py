@@ -15,10 +15,10 @@ import torch
 
 from fastgen.ops import gpu as package
 from fastgen.ops.attention import decode_attention
-from fastgen.ops.best_candidates import best_continuations
 from fastgen.ops.gpu.grouped_linear import grouped_linear, pack, rows
-from fastgen.ops.gpu.rms_norm import launch
+from fastgen.ops.gpu.launches import launch_rms_norm
 from fastgen.ops.kv_write import kv_write
+from fastgen.ops.search_step import best_continuations
 
 ROOT = Path(__file__).parents[3]
 # What a case is compiled for, by how its name begins: compute capability, and bytes of shared memory for a program.
@@ -64,7 +64,7 @@ def write(dtype, heads, dim):
 
 def normalise(dtype, width, **options):
     def run():
-        launch(torch.empty(128, width, dtype=dtype), torch.empty(width, dtype=dtype), **options)
+        launch_rms_norm(torch.empty(128, width, dtype=dtype), torch.empty(width, dtype=dtype), **options)
 
     return run
 

@@ -19,20 +19,20 @@ blocked = "FASTGEN_NO_EXT" in os.environ
 if blocked:
     sys.modules["triton"] = None
 import torch
-from fastgen.ops import attention, best_candidates, kv_write, rms_norm
+from fastgen.ops import _library, attention, kv_write, rms_norm, search_step
 assert blocked or "triton" not in sys.modules
 x, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 3, 8)
 kv_write.kv_write(x, x, cache, cache.clone(), torch.tensor(1))
 assert cache[:, :, 1].eq(1).all()
 assert attention.decode_attention(*[x.unsqueeze(2)] * 3).eq(1).all()
 assert rms_norm.rms_norm(x, torch.ones(8)).sub(1).abs().max() < 1e-5
-assert best_candidates.best_continuations(x[:, 0], torch.zeros(1, 2), 4).scores.shape == (1, 4)
+assert search_step.best_continuations(x[:, 0], torch.zeros(1, 2), 4).scores.shape == (1, 4)
 assert blocked or "triton" not in sys.modules
 if blocked:
     args = torch.randn(4, 2, 1, 8), *torch.randn(2, 2, 2, 5, 8), *torch.randn(2, 4, 2, 3, 8)
     assert torch.equal(attention.decode_attention(*args), attention.reference(*args))
     assert torch.equal(attention.shared_prefix_attention(*args), attention.composed(*args))
-    assert attention.backend().startswith("torch reference: FASTGEN_NO_EXT is set")
+    assert _library.backend("fastgen::decode_attention_out").startswith("torch reference: FASTGEN_NO_EXT is set")
 """
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.ops.linear import choose, experts
+from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa, Layout
 from fastgen.ops.linear.kernels import GEMM, GEMV
 from tests.ops.instructions import each_set, instruction_set
 
-pytestmark = pytest.mark.skipif(not experts.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 GEMV_ROWS = 5
@@ -114,6 +114,6 @@ def test_torchs_products_stay_where_they_are_faster(
 )  # fmt: skip
 def test_what_is_served(changed: dict[str, Any]) -> None:
     given = {"x": torch.ones(6, 8), "weight": torch.ones(2, 5, 8), "ends": _ends([2, 4])} | changed
-    assert experts.serves(**given) == (not changed)
+    assert choose.serves_experts(**given) == (not changed)
     if not changed:
-        assert torch.equal(experts.expert_linear(**given)[:, 0], torch.tensor([8.0] * 6))
+        assert torch.equal(choose.expert_linear(**given)[:, 0], torch.tensor([8.0] * 6))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastgen.ops import _library, exact_cast, quantized_linear
+from fastgen.ops import _library, quantized_linear
 from fastgen.ops.linear import grouped, panels
 from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV
 from fastgen.ops.quantized_linear import PRECISIONS
@@ -78,7 +78,7 @@ def test_weights_of_one_call_lie_in_one_way() -> None:
 def test_panels_of_several_types_with_one_input() -> None:
     """And one without outputs: the bits of each alone."""
     x, sizes = torch.randn(5, 64), (50, 7, 0, 400, 33)
-    weights = [torch.randn(n, 64).to(exact_cast.TYPES[n % 2]) for n in sizes]
+    weights = [torch.randn(n, 64).to(panels.TYPES[n % 2]) for n in sizes]
     biases = [torch.randn(n) if n != 7 else None for n in sizes]
     results = [torch.full((5, n), torch.nan) for n in sizes]
     torch.ops.fastgen.panels_gemm_batch_out(results, x, [*map(panels.pack, weights)], biases)

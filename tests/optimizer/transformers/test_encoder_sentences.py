@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fastgen
-from fastgen.optimizer.transformers.encoders import sentences
+from fastgen.optimizer.transformers.encoders import call
 from tests.equivalence.encoder_models import build, texts, tokenizer
 
 LIBRARY = "sentence_transformers.modules"
@@ -47,18 +47,18 @@ def _model(module: str = LIBRARY, side: str = "right", last: str = "Normalize", 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pooling", [{"pooling_mode": "mean"}, {"pooling_mode_mean_tokens": True}])
 def test_pooling_with_a_mask(pooling: dict[str, Any], side: str) -> None:
-    assert sentences._pools(_model(side=side, **pooling))
+    assert call._pools(_model(side=side, **pooling))
 
 
 @pytest.mark.parametrize("pooling", [{"pooling_mode": ("mean", "cls")}, {"pooling_mode_cls_token": True}])
 def test_the_first_column_may_be_padding(pooling: dict[str, Any]) -> None:
-    assert sentences._pools(_model(**pooling))
-    assert not sentences._pools(_model(side="left", **pooling))
+    assert call._pools(_model(**pooling))
+    assert not call._pools(_model(side="left", **pooling))
 
 
 @pytest.mark.parametrize("changed", [{"module": "users"}, {"last": "Attention"}])
 def test_code_of_others_may_read_padding(changed: dict[str, str]) -> None:
-    assert not sentences._pools(_model(**changed))
+    assert not call._pools(_model(**changed))
 
 
 @pytest.mark.parametrize("name", ["encode", "of_the_users", "forward", "_encode_batch"])
@@ -68,7 +68,7 @@ def test_a_class_of_the_users(name: str) -> None:
     kind = type(model)
     kind.forward = kind._encode_batch = kind.encode = lambda self: None
     model.__class__ = type("Mine", (kind,), {name: lambda self: None, "__init__": lambda self: None})
-    assert sentences._pools(model) == (name in ("encode", "of_the_users"))
+    assert call._pools(model) == (name in ("encode", "of_the_users"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The scores of a step: copies that are none, a sum that is put off, and ordinary tensors to everybody else."""
+"""The scores of a step: a sum that is put off, and ordinary tensors to everybody else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.optimizer.transformers import scores
-from fastgen.optimizer.transformers.scores import LogProbabilities, StepLogits
+from fastgen.optimizer.transformers import logits
+from fastgen.optimizer.transformers.logits import LogProbabilities
 from tests.noting import noted
 
 
@@ -19,36 +19,6 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-def _logits() -> Tensor:
-    return torch.randn(6, 1, 40)
-
-
-@pytest.mark.parametrize("index", [(slice(None), -1, slice(None)), (slice(None), -1)])
-def test_the_loops_copy_of_the_logits_is_none(index: tuple) -> None:
-    plain = _logits()
-    copied = plain.as_subclass(StepLogits)[index].to(copy=True, dtype=torch.float32, device=plain.device)
-    assert type(copied) is Tensor and copied.data_ptr() == plain.data_ptr()
-    assert torch.equal(copied, plain[:, -1])
-
-
-def test_logits_that_are_part_of_more_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a prompt, which the scores that a call returns would keep in memory."""
-    monkeypatch.setattr(scores, "MIN_SCORES", 1)
-    prompt = torch.randn(6, 9, 40)
-    assert type(scores.uncopied(prompt)) is type(scores.uncopied(prompt[:, -1:].clone())) is StepLogits
-    assert type(scores.uncopied(prompt[:, -1:])) is Tensor
-
-
-def test_other_copies_are_copies() -> None:
-    plain = _logits()
-    logits = plain.as_subclass(StepLogits)
-    for made in (logits.clone(), logits.to(torch.float64), logits.to(copy=True, dtype=torch.float64), logits + 0):
-        assert type(made) is Tensor and made.data_ptr() != plain.data_ptr()
-        torch.testing.assert_close(made.float(), plain)
-    assert type(torch.cat([logits, plain])) is Tensor
-    assert logits.shape == plain.shape and logits.dtype is plain.dtype
-
-
 def _both(batch: int = 2, beams: int = 3) -> tuple[LogProbabilities, Tensor, Tensor]:
     """Log-probabilities as in the loop, the same plainly, and running scores."""
     plain = torch.randn(batch * beams, 40).log_softmax(dim=1)
@@ -56,7 +26,7 @@ def _both(batch: int = 2, beams: int = 3) -> tuple[LogProbabilities, Tensor, Ten
 
 
 def test_the_way_through_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = noted(monkeypatch, scores, "best_candidates")
+    asked = noted(monkeypatch, logits, "best_candidates")
     ours, plain, running = _both()
     summed = torch.reshape(torch.reshape(ours, [2, 3, 40]) + running[:, :, None], (2, -1))
     expected = torch.reshape(torch.reshape(plain, [2, 3, 40]) + running[:, :, None], (2, -1))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
-from fastgen.pipeline.encoding.options import POOLINGS, EmbedOptions
 from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.settings import POOLINGS, EmbedOptions
 from tests.pipeline import tiny
 
 TOLERANCE = dict(rtol=1e-5, atol=1e-6)

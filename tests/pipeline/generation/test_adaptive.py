@@ -9,10 +9,10 @@ import pytest
 
 from fastgen.engine import continuous as engine
 from fastgen.pipeline import SetupError, batches, generate_dataset
-from fastgen.pipeline.generation import RunOptions, continuous
+from fastgen.pipeline.generation import RunOptions, model
 from fastgen.pipeline.generation.loading import load
 from fastgen.pipeline.generation.model import ModelStage
-from fastgen.pipeline.progress import Progress
+from fastgen.pipeline.stages import Progress
 from tests.pipeline import tiny
 from tests.pipeline.generation.slots import assert_same, interrupt_after
 
@@ -34,13 +34,13 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many records each batch has given to the engine."""
-    counts, original = list[int](), continuous.ContinuousStage._serve
+    counts, original = list[int](), model.ContinuousStage._serve
 
     def counted(stage: Any, rows: Any, at_once: int, done: Any) -> Any:
         counts.append(len(rows))
         return original(stage, rows, at_once, done)
 
-    monkeypatch.setattr(continuous.ContinuousStage, "_serve", counted)
+    monkeypatch.setattr(model.ContinuousStage, "_serve", counted)
     return counts
 
 
@@ -124,7 +124,7 @@ def test_static_without_slots(
 def test_what_may_gain(gpt2: Path, options: dict[str, Any], expected: str) -> None:
     common = {"model": str(gpt2), "input": "-", "output": "-", "device": "cpu", "quiet": True, "generation": PENALTY}
     settings = RunOptions(**{**common, **options})
-    assert continuous.batching_of(load(settings), settings) == expected
+    assert model.batching_of(load(settings), settings) == expected
 
 
 def test_an_interrupted_run_ends_in_the_same_file(gpt2: Path, inputs: Path, tmp_path: Path) -> None:

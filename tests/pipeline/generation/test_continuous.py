@@ -12,7 +12,7 @@ from fastgen.optimizer.transformers.captured.slots import Slots
 from fastgen.pipeline import SetupError, batches, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.progress import Progress
+from fastgen.pipeline.stages import Progress
 from tests.pipeline import tiny
 from tests.pipeline.generation.slots import assert_same, interrupt_after
 

@@ -12,8 +12,8 @@ import pytest
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import load
-from fastgen.pipeline.identity import identity
 from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.journal import identity
 
 SCHEMA = {
     "type": "object",

@@ -12,8 +12,8 @@ import transformers
 from transformers import AutoConfig
 
 from fastgen.pipeline import generate_dataset
-from fastgen.pipeline.chats import reads_parts_only
 from fastgen.pipeline.generation.loading import class_named, class_of_type
+from fastgen.pipeline.inputs import reads_parts_only
 from fastgen_serve.workers.loading import generates
 from tests.pipeline import tiny
 

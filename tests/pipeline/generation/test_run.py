@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fastgen import caches, memory
+from fastgen import memory
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import MOST_FAILURES, Batch, free_captured_steps
 from fastgen.pipeline.errors import SetupError
@@ -15,7 +15,7 @@ from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.generation.loading import depends_on_padding, load
 from fastgen.pipeline.generation.model import ModelStage, token_count
 from fastgen.pipeline.generation.run import Decoder, Encoder
-from fastgen.pipeline.records import Record
+from fastgen.pipeline.inputs import Record
 from tests.pipeline import tiny
 
 
@@ -136,7 +136,7 @@ def test_freeing_captured_steps(monkeypatch):
     from types import SimpleNamespace
 
     allocated = [700]
-    monkeypatch.setattr(caches, "free_captured_steps", lambda: allocated.__setitem__(0, 300))
+    monkeypatch.setattr(memory, "free_captured_steps", lambda: allocated.__setitem__(0, 300))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert not free_captured_steps(torch.device("cpu")) and allocated == [700]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.pipeline.quantizing import evaluation, saving
-from fastgen.pipeline.quantizing import run as running
+from fastgen.pipeline.quantizing import run, texts
 from fastgen.quantization import report
 from tests.pipeline import tiny
 from tests.pipeline.quantizing.runs import saved
@@ -17,7 +16,7 @@ from tests.quantization import tiny as families
 @pytest.fixture(autouse=True)
 def short_reports(monkeypatch):
     """Speed is measured on few tokens, and no picture is drawn: that is most of the time of a run of a tiny model."""
-    monkeypatch.setattr(evaluation, "_SPEED", {**evaluation._SPEED, "max_new_tokens": 3, "min_new_tokens": 3})
+    monkeypatch.setattr(texts, "_SPEED", {**texts._SPEED, "max_new_tokens": 3, "min_new_tokens": 3})
     monkeypatch.setattr(report, "png", lambda values: b"")
 
 
@@ -55,11 +54,11 @@ def pairs(tmp_path) -> Path:
 @pytest.fixture
 def kept(monkeypatch):
     """The models that runs have quantised, with the weights that theirs stand for."""
-    models = []
+    models, own = [], run.save
 
     def save(loaded, *args):
         models.append({name: tensor.clone() for name, tensor in loaded.model.state_dict().items()})
-        return saving.save(loaded, *args)
+        return own(loaded, *args)
 
-    monkeypatch.setattr(running, "save", save)
+    monkeypatch.setattr(run, "save", save)
     return models

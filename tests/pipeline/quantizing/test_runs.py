@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.quantizing import run as running
 from fastgen.quantization import calibration, writing
-from fastgen.quantization.quantized_tensor import dequantized
+from fastgen.quantization.checkpoint import dequantized
 from fastgen.quantization.writing import load_block
 from tests.pipeline.children import ended_at, files_of_at_most
 from tests.pipeline.quantizing.runs import Killed, Stop, run
@@ -79,7 +79,7 @@ def test_what_a_run_may_be_resumed_with(llama, text, tmp_path):
 
 
 def test_a_run_that_ended_between_its_last_two_steps(llama, text, tmp_path):
-    from fastgen.pipeline.quantizing.work import Work
+    from fastgen.pipeline.quantizing.settings import Work
 
     with ended_at(Work, "_drop", Stop):
         run(llama, tmp_path / "out", text)

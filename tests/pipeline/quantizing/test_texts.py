@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.quantizing.saving import load_model
+from fastgen.pipeline.quantizing.run import load_model
 from fastgen.pipeline.quantizing.texts import Texts, samples, sequences
 from fastgen.quantization import calibration
 from tests.pipeline import tiny
@@ -31,7 +31,7 @@ def test_the_report(llama, text, tmp_path):
 def test_perplexity_is_that_of_the_text(llama, text, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from fastgen.pipeline.quantizing.evaluation import quality
+    from fastgen.pipeline.quantizing.texts import quality
 
     given = options(llama, tmp_path / "out", text)
     loaded = load_model(given)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.optimizer.fairseq.compat import literals
-from fastgen.optimizer.fairseq.compat.configs import HashableConfigs
+from fastgen.optimizer.fairseq.compat.finders import HashableConfigs
 from fastgen.patching import Condition, Patch
 
 
@@ -21,8 +21,8 @@ def patches() -> list[Patch]:
 
 def _safe() -> list[Patch]:
     """Returns the patches that keep model and data files from running code."""
-    load = f"{__name__}.checkpoints:load"
     repairs = f"{__name__}.repairs"
+    load = f"{repairs}:load"
     return [
         *(ModuleGlobal(module, "eval", f"{__name__}.literals:evaluator") for module in literals.MODULES),
         literals.Examples(),

@@ -1,13 +1,14 @@
-"""Makes decode steps for any number of inputs from one recording of steps that never run.
+"""Decode steps for any number of inputs, from one recording of steps that never run.
 
 A plain step is recorded for two numbers of inputs, and specialized for the number that a call needs
-(`fastgen.decoding.captured.symbolic_batch`): the slots that are taken, or the inputs of a call that have not finished.
-Buffers that grow may have any size, so the recorded steps have the smallest possible ones.
+(`fastgen.decoding.captured.symbolic_batch`): the slots that are taken (`Places`), or the inputs of a call that have not
+finished (`Compaction`). Buffers that grow may have any size, so the recorded steps have the smallest possible ones.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastgen import counters, interrupts, memory
-from fastgen.decoding import arena
-from fastgen.decoding.captured import graph, program
+from fastgen.decoding import program_memory
+from fastgen.decoding.captured import program
+from fastgen.decoding.captured.capturable import capturable
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_batch import (
     MOST,
@@ -29,17 +32,26 @@ from fastgen.decoding.captured.symbolic_batch import (
     batches,
     tensors_of,
 )
+from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.captured import graph_cache, sizes
-from fastgen.optimizer.transformers.captured.key import Key
-from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
-from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.key import Key, Sizes, rounded_sizes
+from fastgen.optimizer.transformers.captured.pays import STEPS_OF_SPECIALIZING, Ledger, is_repeatable
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.codebooks import PLAIN
+from fastgen.optimizer.transformers.special_models import PLAIN
 
 ENTRY_POINT = "transformers.captured_step, any number of inputs"
 # Attempts at recording: the size of an intermediate result may coincide with that of a buffer.
 _TRIES = 2
+# Numbers of slots that steps compute, between one power of two and the next.
+_STEPS_OF_PLACES = 8
+# With at most this many rows, the time of a step is that of reading the weights.
+_FEW_ROWS = 8
+# Steps between two checks for finished inputs.
+_EVERY = 4
+# Time of moving an input, in steps.
+_MOVE = 1.0
 
 
 def is_symbolic(key: Key) -> bool:
@@ -148,9 +160,9 @@ class SymbolicStep:
             raise NotSymbolic("other answers for other inputs")
 
     @property
-    def chunks(self) -> set[arena.Chunk]:
+    def chunks(self) -> set[program_memory.Chunk]:
         """The memory of the results of its pieces, and of the programs made from it."""
-        return set[arena.Chunk]().union(*(each.chunks for each in self._recordings))
+        return set[program_memory.Chunk]().union(*(each.chunks for each in self._recordings))
 
     def specialize(self, step: DecodeStep, inputs: int) -> list[Program] | None:
         """Returns the programs of the pieces for the first `inputs` of a step; None if it is not served."""
@@ -174,7 +186,7 @@ def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
     buffers, growing = _tensors_of(step), step.buffers.growing if follows else None
     scratch = frozenset(buffer.untyped_storage()._cdata for buffer in buffers.values())
     with memory.no_collection():
-        pieces = [program.prepared(graph.capturable(run), scratch=scratch) for run, _ in step.pieces(model)]
+        pieces = [program.prepared(capturable(run), scratch=scratch) for run, _ in step.pieces(model)]
     return [Recorded(prepared, step.key.batch, buffers, growing) for prepared in pieces]
 
 
@@ -220,7 +232,7 @@ def _sizes(step: DecodeStep, follows: bool) -> Sizes:
     exact, have = step.key.sizes, step.sizes
     if not follows:
         return have
-    least = sizes.rounded(Sizes(1, 1, 1, min(have.source, 1)), may_pad=not exact.prompt, on_gpu=False)
+    least = rounded_sizes(Sizes(1, 1, 1, min(have.source, 1)), may_pad=not exact.prompt, on_gpu=False)
     return Sizes(*map(max, least, exact)) if exact.prompt else least
 
 
@@ -230,3 +242,149 @@ def _masks_of(step: DecodeStep) -> tuple[tuple[bool, ...], ...]:
 
 def _tensors_of(step: DecodeStep) -> dict[str, Tensor]:
     return tensors_of(step.buffers, step.search, step.choice, step.forward, step.flag)
+
+
+# ---- how many inputs a step computes
+
+
+class Places:
+    """The numbers of slots that the steps of one kind have computed: as few as possible without specializing too often.
+
+    A program for fewer slots takes time once. It is made once idle rows have cost as much.
+
+    Args:
+        repeats: the choice of programs must not depend on a clock.
+
+    Attributes:
+        seconds: time of the last step.
+    """
+
+    def __init__(self, model: Any, repeats: bool) -> None:
+        self._model, self._repeats, self._ledger = model, repeats, Ledger.of(model)
+        self._paid: set[int] = set()  # numbers of slots that steps have computed
+        self._lost = 0.0  # time that idle rows have cost for want of a program for fewer slots, in steps
+        self.seconds = 0.0
+
+    def sizes(self, step: DecodeStep, count: int) -> list[int]:
+        """Returns, in order, the numbers of slots that a step may compute with drafts after its first `count` slots."""
+        batch = step.key.batch
+        if not is_symbolic(step.key):
+            return [batch]
+        found = {_rounded(count, batch), *(1 << power for power in range(batch.bit_length())), batch}
+        return sorted(each for each in found if each >= count)
+
+    def specialize(self, step: DecodeStep, count: int, has_drafts: bool) -> int:
+        """Has a step compute at least `count` slots. Returns how many it computes."""
+        batch = step.key.batch
+        wanted = min(power_of_two(count), batch) if has_drafts else _rounded(count, batch)
+        there, needed = step.parts[1].smallest(count), self._ledger.steps_of_specializing(self.seconds)
+        if self._repeats:  # programs that earlier runs have left do not count
+            there = min((places for places in self._paid if places >= count), default=None)
+            needed = STEPS_OF_SPECIALIZING
+        if there is None or there > wanted:
+            self._lost += 0 if there is None else 1 - wanted / there
+            if there is None or self._lost >= needed:
+                there, self._lost = wanted, 0.0
+        places = there if specialize(self._model, step, there) else batch
+        self._paid.add(places)
+        return places
+
+
+def _rounded(count: int, batch: int) -> int:
+    every = max(power_of_two(count) // _STEPS_OF_PLACES, 1)
+    return min(-(-count // every) * every, batch)
+
+
+class Compaction:
+    """The batch compaction of one call: finished inputs leave its step, and the others continue in the first places.
+
+    Nothing is computed for the places after these. This takes a program for so few inputs, which is specialized once
+    the rows of finished inputs have cost as much time as that takes.
+
+    Args:
+        inputs: number of inputs of the call; further places of the step only fill the batch.
+        count: sequences that each input returns.
+        fill: the token that pads sequences after their ends.
+        refresh: has captured processors do what those of the call do for these of its inputs, in this order.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        key: Key,
+        ledger: Ledger,
+        inputs: int,
+        count: int,
+        fill: int,
+        refresh: Callable[[Sequence[CapturedProcessor], Sequence[int]], object],
+    ) -> None:
+        self._model, self._ledger, self._count, self._fill, self._refresh = model, ledger, count, fill, refresh
+        self._order = list(range(inputs))  # the input of each place
+        self._finished: dict[int, Tensor] = {}
+        self._steps, self._lost = 0, 0.0  # `_lost` in steps of all places
+        # A processor that holds the encoder's input of each sequence lets no input leave.
+        signatures: Any = key.processors or ()
+        reads_sources = any(kind.reads_source for kind, *_ in signatures)
+        self._is_over = not is_symbolic(key) or reads_sources  # no input can leave any more
+
+    @property
+    def places(self) -> int | None:
+        """Number of places, the first ones, of the inputs that are left; None while all are left."""
+        return len(self._order) if self.has_begun else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether inputs have left."""
+        return bool(self._finished)
+
+    def after(self, step: DecodeStep, seconds: float) -> None:
+        """Has finished inputs leave if that pays. To be called after each replay, with the seconds that it took."""
+        self._steps += 1
+        places = len(self._order)
+        if self._steps % _EVERY or places == 1 or self._is_over:
+            return
+        goes_on = step.search.unfinished[:places].any(dim=1).tolist()
+        left = sum(goes_on)
+        per_input = step.key.per_input
+        saved = 1 - max(left * per_input, _FEW_ROWS) / max(places * per_input, _FEW_ROWS)
+        if not 0 < left < places or saved <= 0:
+            return
+        self._lost += _EVERY * saved
+        cost = _MOVE * (places - left)
+        if is_repeatable():
+            cost += STEPS_OF_SPECIALIZING
+        elif self._lost >= cost and step.parts[1].smallest(left) != left:
+            exists = is_recorded(self._model, step.key, step.sizes, left)
+            cost += self._ledger.steps_of_specializing(seconds, exists)
+        if self._lost >= cost:
+            self._compact(step, goes_on)
+
+    def _compact(self, step: DecodeStep, goes_on: list[bool]) -> None:
+        """Moves the unfinished inputs to the first places."""
+        for place, (number, lives) in enumerate(zip(self._order, goes_on, strict=True)):
+            if not lives:
+                self._finished[number] = step.search.results(slice(place, place + 1), self._count)
+        left = sum(goes_on)
+        free = [place for place in range(left) if not goes_on[place]]
+        for target, source in zip(free, (place for place in range(left, len(goes_on)) if goes_on[place]), strict=True):
+            step.move(source, target)
+            self._order[target] = self._order[source]
+        for place in range(left, len(goes_on)):
+            step.leave(slice(place, place + 1))
+        del self._order[left:]
+        self.refresh(step)
+        self._lost = 0.0
+        self._is_over = not specialize(self._model, step, left)
+
+    def refresh(self, step: DecodeStep) -> None:
+        """Has a step's processors do what the input of each place asks for; the step may be a new, larger one."""
+        self._refresh(step.processors or (), self._order)
+
+    def results(self, step: DecodeStep) -> Tensor:
+        """Returns the sequences of all inputs, [inputs * count, length of the longest]."""
+        found = dict(self._finished)
+        for place, number in enumerate(self._order):
+            found[number] = step.search.results(slice(place, place + 1), self._count)
+        longest = max(each.shape[1] for each in found.values())
+        width = [(0, longest - found[number].shape[1]) for number in sorted(found)]
+        return torch.cat([pad(found[number], more, value=self._fill) for number, more in enumerate(width)])

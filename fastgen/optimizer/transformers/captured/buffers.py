@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fastgen.decoding.captured.capturable import RowLengths, SymbolicLength
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv.exchange import LEAST_LENGTH, Growing
-from fastgen.decoding.kv.fixed import FixedKV
-from fastgen.decoding.kv.row_lengths import RowLengths
+from fastgen.decoding.kv.fixed import FixedKV, FixedStates, Name
 from fastgen.decoding.kv.rows import StepState
-from fastgen.decoding.kv.states import FixedStates, Name
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
+from fastgen.decoding.program_memory import LEAST_LENGTH, Growing
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
-from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt
-from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.codebooks import DELAYS
+from fastgen.optimizer.transformers.captured.key import AXES, MASKS, POSITIONS, Key, Prompt, Sizes
+from fastgen.optimizer.transformers.special_models import DELAYS
 
 
 class StepBuffers:
@@ -299,7 +296,7 @@ class StepBuffers:
             at = self.sizes.cached + self.position.position.unsqueeze(1) + columns
             mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
-    def insert(self, other: StepBuffers, source: Tensor | slice, target: slice = slice(None)) -> bool:
+    def insert(self, other: StepBuffers, source: slice, target: slice = slice(None)) -> bool:
         """Has the inputs at `source` in `other`, which has no more capacity, continue at `target`.
 
         Returns:
@@ -319,7 +316,7 @@ class StepBuffers:
         self._most_new = max(self._most_new, other._most_new)
         return self._move_bounds()
 
-    def _insert_inputs(self, other: StepBuffers, source: Tensor | slice, target: slice) -> None:
+    def _insert_inputs(self, other: StepBuffers, source: slice, target: slice) -> None:
         for name, buffer in self.inputs.items():
             part, given = (each.view(-1, self._key.per_input, each.shape[1]) for each in (buffer, other.inputs[name]))
             part[target] = 0

@@ -16,19 +16,20 @@ from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
-from fastgen.decoding.kv.states import saved
+from fastgen.decoding.kv.fixed import saved_states
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.retrying import RandomState
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
-from fastgen.optimizer.transformers.captured import any_batch, graph_cache, sizes
-from fastgen.optimizer.transformers.captured.compaction import Compaction
-from fastgen.optimizer.transformers.captured.host import Written
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache
+from fastgen.optimizer.transformers.captured.any_batch import Compaction
+from fastgen.optimizer.transformers.captured.choice import Written
+from fastgen.optimizer.transformers.captured.key import more_new
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.codebooks import PLAIN
 from fastgen.optimizer.transformers.models import reads_padding
+from fastgen.optimizer.transformers.special_models import PLAIN
 
 # Replays that a call needs before its median time per step counts as a measurement.
 _ENOUGH_STEPS = 8
@@ -111,7 +112,7 @@ class Decoding(PrefilledCall):
         is_atomic = step.is_captured and self._key.processors is not None and not self._key.has_criteria
         self._last_whole = None
         if self.prompt.forms and self._call.cache_is_the_users and not is_atomic:
-            self._last_whole = int(step.search.length.max()), saved(step.buffers.states)
+            self._last_whole = int(step.search.length.max()), saved_states(step.buffers.states)
 
     @property
     def _must_pay(self) -> bool:
@@ -281,7 +282,7 @@ class Decoding(PrefilledCall):
 
     def _larger(self, step: DecodeStep) -> DecodeStep:
         """Returns the step with room for more new tokens, or a larger step that continues the call."""
-        more = sizes.more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
+        more = more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
         if not step.key.sizes.new:
             step.make_room(more)
             return step

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from fastgen.optimizer.transformers.captured.processor_data import Bucket
-from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, Buffer, CapturedProcessor, StepTokens
 
 
 class Form(Protocol):
@@ -129,35 +128,26 @@ class FormMask(CapturedProcessor):
     is_of_any_rows, neutral = True, ()
 
     def __init__(self, bucket: Bucket, are_banned: bool) -> None:
-        self._per_input, self.are_banned = bucket.per_input, are_banned
-        self._blocked = torch.zeros(bucket.inputs * bucket.per_input, bucket.vocabulary, dtype=torch.bool)
+        self.are_banned = are_banned
+        self._blocked = Buffer(bucket, bucket.per_input, bucket.vocabulary, fill=False)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        return restricted(scores, self._blocked, self.are_banned)
+        return restricted(scores, self._blocked.tensor, self.are_banned)
 
     def block(self, form: FormProcessor, tokens: Tensor, target: int) -> None:
         """Sets the blocked tokens of an input, whose sequences are `tokens`, [rows, length]."""
-        rows = self._of(target)
+        rows = self._blocked.of(target)
         rows.copy_(form.blocked(tokens, rows.shape[1]))
 
     def block_behind(self, forms: Sequence[Form], first: int) -> None:
         """Sets the blocked tokens of consecutive inputs from `first` on, by their states in the form."""
         for target, form in enumerate(forms, first):
-            rows = self._of(target)
+            rows = self._blocked.of(target)
             rows.copy_(form.blocked(rows.shape[1]))
 
     def put(self, numbers: Sequence[float], target: int | None = None) -> None:
-        (self._blocked if target is None else self._of(target)).fill_(False)
+        (self._blocked.tensor if target is None else self._blocked.of(target)).fill_(False)
 
     def insert(self, other: CapturedProcessor, source: int, target: int) -> None:
         assert isinstance(other, FormMask), "of this signature"
-        self._of(target).copy_(other._of(source))
-
-    def of_batch(self, batch: int) -> FormMask:
-        other = super().of_batch(batch)
-        assert isinstance(other, FormMask), "a copy of this one"
-        other._blocked = self._blocked.new_zeros(batch * self._per_input, self._blocked.shape[1])
-        return other
-
-    def _of(self, place: int) -> Tensor:
-        return self._blocked[place * self._per_input : (place + 1) * self._per_input]
+        self._blocked.of(target).copy_(other._blocked.of(source))

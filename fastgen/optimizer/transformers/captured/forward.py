@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fastgen import releases
 from fastgen.decoding import layer_forms
-from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.capturable import Capturable
 from fastgen.decoding.captured.search import Search
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.decoding.norms import fused
+from fastgen.decoding.layer_forms import fused_norms
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_in
+from fastgen.optimizer.transformers.cache_layers import StepStates
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.key import AXES, POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.models import (
@@ -26,7 +27,6 @@ from fastgen.optimizer.transformers.models import (
     pictures_in_front,
     reads_mask_of_tokens,
 )
-from fastgen.optimizer.transformers.states import StepStates
 
 
 class Forward:
@@ -61,8 +61,8 @@ class Forward:
             raise CannotBeCaptured("positions that the model does not read")
         # A capture consists of torch's own linear ops, which the graph passes replace.
         products = contextlib.nullcontext() if self.is_eager else layer_forms.plain_linear()
-        known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else graph.Capturable()
-        with known, fused(), products, adapters:
+        known = contextlib.nullcontext() if not self.is_eager or self._is_known(model) else Capturable()
+        with known, fused_norms(), products, adapters:
             logits: Tensor = model(**inputs, return_dict=True).logits[:, -width:]
             if self._watches and self._key.encoder is not None:
                 self._check_source(logits, lambda given: model(**{**inputs, **given}, return_dict=True).logits)

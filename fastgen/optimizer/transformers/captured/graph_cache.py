@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from fastgen import caches
+from fastgen import memory
 from fastgen.decoding.captured import graph
 from fastgen.decoding.guards import GuardedModel, GuardedState
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.locks import forkable_lock
+from fastgen.interrupts import forkable_lock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.key import Key
 from fastgen.optimizer.transformers.captured.pays import Ledger
@@ -87,7 +87,7 @@ def take(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     """
     with _lock:
         cached = _of(model)
-        caches.limit(cached.refused)
+        memory.limit(cached.refused)
         if key in cached.refused:
             raise CannotBeCaptured(cached.refused[key])
         found = cached.steps.pop(key, None)
@@ -212,7 +212,7 @@ def bind(model: Any, step: Any) -> None:
     """Notes that the captured parts of this step cannot use larger buffers: it serves calls of its own sizes only."""
     with _lock:
         bound = _known(model).bound
-        caches.limit(bound)
+        memory.limit(bound)
         bound.add(_of_any_batch(step.key))
     step.key = replace(step.key, sizes=step.sizes)
 
@@ -284,7 +284,7 @@ def drop_all() -> bool:
     return found
 
 
-caches.register(drop_all, captured_steps=True)
+memory.register(drop_all, captured_steps=True)
 
 
 def _of_any_batch(key: Key) -> Key:

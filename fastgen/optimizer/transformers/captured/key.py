@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from fastgen import releases
-from fastgen.decoding.kv.states import States, of_each
+from fastgen.decoding.kv.fixed import States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
-from fastgen.optimizer.transformers import states as states_of_layers
+from fastgen.optimizer.transformers import cache_layers as states_of_layers
 from fastgen.optimizer.transformers.cache import forms_of, layers_of, states_in
-from fastgen.optimizer.transformers.cache_layers import SharedLayer
+from fastgen.optimizer.transformers.cache_layers import LayerForm, SharedLayer
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.capturable import WITHOUT_POSITIONS, class_of
 from fastgen.optimizer.transformers.captured.key_positions import most_positions, windows
-from fastgen.optimizer.transformers.captured.sizes import Sizes, round_up
-from fastgen.optimizer.transformers.codebooks import DELAYS, PLAIN, Codebooks, without_nothing
 from fastgen.optimizer.transformers.models import (
     STATES,
     STATES_MASK,
@@ -35,7 +33,7 @@ from fastgen.optimizer.transformers.models import (
     type_of_generated,
 )
 from fastgen.optimizer.transformers.row_adapters import ACTIVE, Adapters
-from fastgen.optimizer.transformers.states import LayerForm
+from fastgen.optimizer.transformers.special_models import DELAYS, PLAIN, Codebooks, without_nothing
 
 # Masks among the inputs of the model.
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -46,6 +44,27 @@ POSITIONS = ("position_ids", "decoder_position_ids")
 # If a position has several axes, such as time, height and width, `POSITIONS` holds the first axis, and this input,
 # [rows, axes], the offset of each axis from the first. All axes advance together.
 AXES = "position_axes"
+# On a GPU, lengths of prompts and sources are rounded up to a multiple, numbers of new tokens to a power of two.
+_MULTIPLE = 128
+_FIRST_NEW, _MAX_FIRST_NEW = 64, 256
+# On a CPU, memory is only taken once it is written to, so sizes are the first number times a power of four. The second
+# number is added, so that no other size in a model equals them (`fastgen.decoding.program_memory`).
+_CACHED_ON_CPU, _NEW_ON_CPU, _SOURCE_ON_CPU = (128, 1), (64, 3), (128, 5)
+# Room for new tokens begins with no more than this: a call may ask for any number of tokens and end early.
+_MAX_FIRST_NEW_ON_CPU = 1024
+
+
+class Sizes(NamedTuple):
+    """Numbers of positions that there is room for. In a key, 0 stands for any number."""
+
+    prompt: int  # of the sequences, before the new tokens
+    cached: int  # K and V of self-attention that the prefill has stored
+    new: int  # new tokens
+    source: int  # K and V of cross-attention, or the encoder's input
+
+    def fit(self, needed: Sizes) -> bool:
+        """Whether there is room for `needed`."""
+        return all(have >= want for have, want in zip(self, needed, strict=True))
 
 
 class DraftKey(NamedTuple):
@@ -121,6 +140,50 @@ class Key:
         """Whether the model computes positions from each row's length, so that a row must not pass its limit."""
         is_each = self.slots if self.draft is None else not self.draft.together
         return is_each and {*POSITIONS}.isdisjoint(self.tensors)
+
+
+def rounded_sizes(needed: Sizes, may_pad: bool, on_gpu: bool, at_once: bool = False) -> Sizes:
+    """Returns sizes that calls of similar lengths share.
+
+    Args:
+        may_pad: the prompt may be preceded by padding; otherwise its length is exact.
+        at_once: make room for all new tokens at once, not only for the first ones.
+    """
+    prompt, cached, new, source = needed
+    if not at_once:
+        new = min(new, _MAX_FIRST_NEW if on_gpu else _MAX_FIRST_NEW_ON_CPU)
+    if on_gpu:
+        new = max(power_of_two(new), _FIRST_NEW)
+        if may_pad:
+            prompt = cached = round_up(max(prompt, cached))
+        return Sizes(prompt, cached, new, round_up(source))
+    new = _power_of_four(new, *_NEW_ON_CPU)
+    if may_pad:
+        prompt = cached = _power_of_four(max(prompt, cached), *_CACHED_ON_CPU)
+    return Sizes(prompt, cached, new, _power_of_four(source, *_SOURCE_ON_CPU) if source else 0)
+
+
+def more_new(sizes: Sizes, on_gpu: bool) -> Sizes:
+    """Returns these sizes with room for more new tokens."""
+    return sizes._replace(new=2 * sizes.new if on_gpu else _power_of_four(sizes.new, *_NEW_ON_CPU))
+
+
+def round_up(size: int, multiple: int = _MULTIPLE) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _power_of_four(size: int, first: int, more: int) -> int:
+    """Returns `first` times the least power of four that makes it at least `size`, plus `more`.
+
+    For a size that this function has returned, the result is the next larger one.
+    """
+    found = first
+    while found < size:
+        found *= 4
+    return found + more
+
+
+# ---- what a call begins from
 
 
 @dataclass
@@ -377,18 +440,3 @@ def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -
     if bool((starts == ends).any()):
         raise CannotBeCaptured("an input that is masked altogether")
     return starts, ends
-
-
-def needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tuple[Sizes, bool]:
-    """Returns the sizes that the call needs, and whether its prompt may be preceded by padding."""
-    length = prompt.tokens.shape[1]
-    encoded = model_kwargs.get("encoder_outputs")
-    source = prompt.sizes.source if encoded is None else encoded[0].shape[1]
-    cached = prompt.cached if encoded is None else length
-    if encoded is not None and not prompt.cross:  # the source comes before the prompt
-        source = source if length > 1 else round_up(source)
-        cached = source + length - 1
-    # Padding is possible if the prompt's mask excludes it and its positions are given, or if no layer attends.
-    says = not prompt.own or {"attention_mask", "position_ids"} <= prompt.tensors.keys()
-    may_pad = says and not model.config.is_encoder_decoder
-    return Sizes(length, cached, prompt.new_tokens, source), may_pad

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastgen import caches, settings
+from fastgen import memory, settings
 from fastgen.optimizer.transformers.captured.key import Key
 
 # An encoder pass of one shape is recorded once it has run this often: recording takes as long as tens of passes.
@@ -117,7 +117,7 @@ class Ledger:
         return cls._of.setdefault(model, cls())
 
     def _of_key(self, key: Hashable) -> _OfKey:
-        caches.limit(self._keys)
+        memory.limit(self._keys)
         return self._keys.setdefault(key, _OfKey())
 
     def starts_at(self, key: Key, certain: int, most: int, specializes: bool = False) -> int | None:
@@ -166,13 +166,7 @@ class Ledger:
 
     def note_idle(self, key: Key, larger: Key, steps: int) -> None:
         """Notes that a call of `key` has made this many steps of `larger`."""
-        self.lose(key, steps * self._idle(key.rows, larger.rows))
-
-    def lose(self, key: Hashable, seconds: float) -> float:
-        """Notes seconds that a call has lost for want of a recording of this key. Returns the sum over all calls."""
-        known = self._of_key(key)
-        known.lost += seconds
-        return known.lost
+        self._of_key(key).lost += steps * self._idle(key.rows, larger.rows)
 
     def _idle(self, rows: int, larger: int) -> float:
         """Returns at most how many seconds the additional rows take in a step.
@@ -237,10 +231,6 @@ class Ledger:
             self._keys.clear()
         else:
             self._keys.pop(key, None)
-
-    def is_repaid(self, key: Hashable) -> None:
-        """Resets the seconds lost for want of this recording: they are no reason for another one."""
-        self._of_key(key).lost = 0.0
 
     def _repaid_by(self, rows: int, specializes: bool) -> float:
         """Returns the number of steps that repay a capture, from measurements of the nearest number of rows."""

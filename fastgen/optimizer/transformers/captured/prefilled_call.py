@@ -23,16 +23,23 @@ from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.compaction import selected
-from fastgen.optimizer.transformers.captured.host import Host, HostCode
-from fastgen.optimizer.transformers.captured.key import AXES, Key, needed_sizes, prefilled, room_for_ends
+from fastgen.optimizer.transformers.captured import graph_cache, processors
+from fastgen.optimizer.transformers.captured.choice import Host, HostCode
+from fastgen.optimizer.transformers.captured.key import (
+    AXES,
+    Key,
+    Prompt,
+    Sizes,
+    prefilled,
+    room_for_ends,
+    round_up,
+    rounded_sizes,
+)
 from fastgen.optimizer.transformers.captured.pays import certain_tokens
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import DecodeStep
-from fastgen.optimizer.transformers.codebooks import PLAIN, Codebooks
 from fastgen.optimizer.transformers.models import STATES, positions_of_step
+from fastgen.optimizer.transformers.special_models import PLAIN, Codebooks
 
 # Combines two rows of scores into one.
 GUIDANCE = logits_process.ClassifierFreeGuidanceLogitsProcessor
@@ -85,7 +92,7 @@ class PrefilledCall:
         )
         self._signed = self._sign(self._processors)
         self._lengths = self._lengths._replace(rows=None)  # some rows may leave the batch
-        self._needed, self.may_pad = needed_sizes(self.model, self.prompt, model_kwargs)
+        self._needed, self.may_pad = _needed_sizes(self.model, self.prompt, model_kwargs)
         self._codebooks = Codebooks.of(self.model, model_kwargs)
         self._check_guidance()
         self._key = self.own_key = self._make_key()
@@ -140,7 +147,7 @@ class PrefilledCall:
         """
         given = self._signed
         if inputs is not None:
-            given = self._sign(selected(self._processors, rows_of(torch.tensor(inputs), self._per_input)))
+            given = self._sign(processors.of_rows(self._processors, rows_of(torch.tensor(inputs), self._per_input)))
         known = processors.all_known(given)
         return not made or (known is not None and processors.refresh(made, known))
 
@@ -156,7 +163,7 @@ class PrefilledCall:
 
     def _rounded_sizes(self, at_once: bool = False) -> Sizes:
         on_gpu = not graph.is_recorded(self.model.device)
-        found = sizes.rounded(self._needed, self.may_pad, on_gpu, at_once)
+        found = rounded_sizes(self._needed, self.may_pad, on_gpu, at_once)
         # A source before the prompt shares the KV cache of self-attention, and its length is not rounded.
         return found if self.prompt.cross else found._replace(source=self._needed.source)
 
@@ -164,7 +171,7 @@ class PrefilledCall:
         """Returns the number of inputs that the step is made for. On a CPU, an idle row costs time."""
         if graph.is_recorded(self.model.device) or self._codebooks != PLAIN:
             return inputs
-        return next((n for n in BATCHES if n >= inputs), sizes.round_up(inputs, 16))
+        return next((n for n in BATCHES if n >= inputs), round_up(inputs, 16))
 
     def _make_key(self) -> Key:
         prompt, config = self.prompt, self.config
@@ -236,3 +243,18 @@ class PrefilledCall:
 def _early_stopping(option: Any) -> bool | str:
     """Returns the option as the library's beam search understands it: it tests `is True`, but 1 equals True."""
     return "never" if option == "never" else option is True
+
+
+def _needed_sizes(model: Any, prompt: Prompt, model_kwargs: dict[str, Any]) -> tuple[Sizes, bool]:
+    """Returns the sizes that the call needs, and whether its prompt may be preceded by padding."""
+    length = prompt.tokens.shape[1]
+    encoded = model_kwargs.get("encoder_outputs")
+    source = prompt.sizes.source if encoded is None else encoded[0].shape[1]
+    cached = prompt.cached if encoded is None else length
+    if encoded is not None and not prompt.cross:  # the source comes before the prompt
+        source = source if length > 1 else round_up(source)
+        cached = source + length - 1
+    # Padding is possible if the prompt's mask excludes it and its positions are given, or if no layer attends.
+    says = not prompt.own or {"attention_mask", "position_ids"} <= prompt.tensors.keys()
+    may_pad = says and not model.config.is_encoder_decoder
+    return Sizes(length, cached, prompt.new_tokens, source), may_pad

@@ -9,6 +9,7 @@ temperatures (`CapturedProcessor.put`). In slots, each input has its own.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import logits, user_code
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured.forms import FormProcessor
-from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor
 
 # Least room for tokens of a processor that may have any number of them.
 _TOKENS = 4
@@ -97,6 +98,10 @@ class Signed(NamedTuple):
         return _RANKS.get((kind, which), len(_RANKS))
 
 
+class Unknown(Exception):
+    """A parameter of a processor has an unknown type or value."""
+
+
 class Lengths(NamedTuple):
     """The lengths that the numbers of a call's processors depend on; both are the library's.
 
@@ -161,6 +166,18 @@ def refresh(made: Iterable[CapturedProcessor], given: Iterable[Signed]) -> bool:
     return all(each.refresh(captured) for captured, each in zip(made, given, strict=True))
 
 
+def of_rows(processors: Iterable[Any], rows: Tensor) -> list[Any]:
+    """Returns the processors of a call that continues with these of its rows."""
+    found = []
+    for processor in processors:
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # one per row
+            processor = copy.copy(processor)
+            given = processor.prompt_ignore_length
+            processor.prompt_ignore_length = given[rows.to(given.device)]
+        found.append(processor)
+    return found
+
+
 def with_temperature(given: Sequence[Any]) -> Any:
     """Adds a temperature of 1 to processors that sample, which changes no bit, so that more inputs share a step."""
     kinds, neutral = [type(each) for each in given], library.TemperatureLogitsWarper(1.0)
@@ -194,7 +211,7 @@ def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: s
     its other attributes.
     """
 
-    # If one token is forced, the greedy LM head need not compute all logits (`fastgen.decoding.lm_head_pass`).
+    # If one token is forced, the greedy LM head need not compute all logits (`fastgen.decoding.lm_head`).
     least = 1 if kind is rewritten.Force else _TOKENS
 
     def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> Signed:

@@ -2,7 +2,8 @@
 
 In a captured step, tokens are in a buffer of a fixed size, and only the device knows where sequences begin and end.
 Each class gives the result of the library's processor for such a buffer, bit for bit in float32. Nothing here waits for
-the device, copies from the host, or has a shape or a branch that depends on values.
+the device, copies from the host, or has a shape or a branch that depends on values. What differs between calls, or
+between the inputs of a step, is in tensors whose addresses a recording keeps: `Number` and `Buffer`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
-from fastgen.ops.top_p import EVERYTHING, top_p_
-from fastgen.optimizer.transformers.captured.processor_data import Bucket, Buffer, Number
+from fastgen.ops.search_step import EVERYTHING, top_p_
 
 
 class StepTokens(NamedTuple):
@@ -39,8 +39,93 @@ class StepTokens(NamedTuple):
         return cls(search.running_tokens, start, length, search.prompt, limit - start)
 
 
-class Unknown(Exception):
-    """A parameter of a processor has an unknown type or value."""
+class Bucket(NamedTuple):
+    """What constants and buffers of processors are made for."""
+
+    device: torch.device  # of the scores
+    inputs: int  # number of inputs of the step; those of the call come first
+    per_input: int  # rows of each input
+    vocabulary: int  # number of scores of a row
+    slots: bool = False  # inputs come and go: each has its own numbers
+    is_float32: bool = True  # the model computes in float32, so that few scores are equal
+
+
+class Buffer:
+    """A tensor whose contents change from call to call, and whose address does not."""
+
+    def __init__(self, bucket: Bucket, per_input: int, *width: int, fill: int | bool) -> None:
+        self._per_input, self._fill, size = per_input, fill, (bucket.inputs * per_input, *width)
+        self.tensor = torch.full(size, fill, device=bucket.device)  # of the type of `fill`
+
+    def of(self, place: int) -> Tensor:
+        """Returns the rows of an input."""
+        return self.tensor[place * self._per_input : (place + 1) * self._per_input]
+
+    def of_batch(self, batch: int) -> Buffer:
+        """Returns a buffer for `batch` inputs."""
+        other = copy.copy(self)
+        other.tensor = self.tensor.new_full((batch * self._per_input, *self.tensor.shape[1:]), self._fill)
+        return other
+
+    def refill(self, values: Tensor) -> bool:
+        """Writes `values` to the beginning of the buffer, and fills the rest. Returns False if they do not fit."""
+        if any(size > capacity for size, capacity in zip(values.shape, self.tensor.shape, strict=True)):
+            return False
+        self.tensor.fill_(self._fill)
+        self.tensor[tuple(slice(size) for size in values.shape)].copy_(values)
+        return True
+
+
+class Number(Buffer):
+    """A number that each call sets, or each input of a step with slots.
+
+    The operators that the library's processors use compute with it as with a Python number: in double precision with
+    other numbers, and in a tensor's dtype with a tensor.
+
+    Attributes:
+        tensor: 0-dim, or [rows, 1] with slots.
+    """
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype = torch.float64) -> None:
+        self._per_input, size = bucket.per_input, list[int]()
+        if bucket.slots:
+            assert bucket.device.type == "cpu", "slots are on the CPU"
+            size = [bucket.inputs * bucket.per_input, 1]
+        self.tensor = torch.zeros(size, dtype=dtype, device=bucket.device)
+        # A GPU divides by a host number by multiplying with its inverse.
+        self._inverse = torch.zeros((), dtype=torch.float32, device=bucket.device) if self.tensor.is_cuda else None
+
+    def put(self, value: float, target: int | None) -> None:
+        """Sets the number of an input, if each has its own, or of all inputs."""
+        (self.tensor if target is None else self.of(target)).fill_(value)
+        if self._inverse is not None:
+            self._inverse.fill_(value).reciprocal_()
+
+    def insert(self, other: Number, source: int, target: int) -> None:
+        """Takes over the number of an input. Does nothing if all inputs share one number."""
+        if self.tensor.dim():
+            self.of(target).copy_(other.of(source))
+
+    def of_batch(self, batch: int) -> Number:
+        """Returns a number for `batch` inputs, with the value of the first input."""
+        other = copy.copy(self)
+        if self.tensor.dim():
+            other.tensor = self.tensor[:1].repeat(batch * self._per_input, 1)
+        return other
+
+    def _like(self, x: Tensor) -> Tensor:
+        return self.tensor.to(x.dtype) if self.tensor.dim() else self.tensor
+
+    def __mul__(self, x: Tensor) -> Tensor:
+        return x * self._like(x)
+
+    __rmul__ = __mul__
+
+    def __rtruediv__(self, x: Tensor) -> Tensor:
+        return x / self._like(x) if self._inverse is None else x * self._inverse
+
+    def __gt__(self, x: Tensor) -> Tensor:
+        return x < self._like(x)
 
 
 class CapturedProcessor:
@@ -88,8 +173,7 @@ class CapturedProcessor:
     def of_batch(self, batch: int) -> CapturedProcessor:
         """Returns one for `batch` inputs that a recording cannot tell from this one. They share data without rows."""
         other = copy.copy(self)
-        kinds = Buffer, Number
-        vars(other).update({k: each.of_batch(batch) for k, each in vars(self).items() if isinstance(each, kinds)})
+        vars(other).update({k: each.of_batch(batch) for k, each in vars(self).items() if isinstance(each, Buffer)})
         return other
 
 
@@ -140,7 +224,7 @@ class _AtSomePositions(CapturedProcessor):
         return True
 
     def _is_due(self, step: StepTokens) -> Tensor:
-        return self._is_any if self._when is None else self._is_any & self._when(step, self._bound.values)
+        return self._is_any if self._when is None else self._is_any & self._when(step, self._bound.tensor)
 
 
 class Ban(_AtSomePositions):
@@ -189,12 +273,11 @@ class RepetitionPenalty(CapturedProcessor):
         self._ignored_rows = Buffer(bucket, bucket.per_input, fill=0)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        tokens = step.tokens
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(step.tokens.shape[1], device=step.tokens.device)
         counts = positions < step.length  # positions before the start hold no tokens
         if self._leaves_out:
             counts = counts & (positions - step.start >= self._ignored_rows.tensor.unsqueeze(1))
-        return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
+        return _penalise(scores, torch.where(counts, step.tokens, -1), self._penalty)
 
     def refresh(self, ignored: Tensor | None) -> bool:
         return ignored is None or self._ignored_rows.refill(ignored)
@@ -347,7 +430,7 @@ class TopK(_OfScores):
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         best = scores.topk(min(self._room, scores.shape[1])).values
-        kept = self._kept.values
+        kept = self._kept.tensor
         last = (kept - 1).clamp(0, best.shape[1] - 1).expand(len(scores), 1)
         goes = (scores < best.gather(1, last)) & (kept != self.ALL)
         return scores.masked_fill(goes, self._filter_value)
@@ -364,4 +447,4 @@ class TopP(_OfScores):
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         kept = self._filter_value, self._least
-        return top_p_(scores, self._share.values, *kept, orders_as_torch=self._orders_as_torch)
+        return top_p_(scores, self._share.tensor, *kept, orders_as_torch=self._orders_as_torch)

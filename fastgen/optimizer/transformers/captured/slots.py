@@ -21,21 +21,16 @@ from fastgen import memory
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
-from fastgen.decoding.speculation.verify_rows import StepSeconds
 from fastgen.interrupts import undoing
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers.call import BEYOND_WINDOW, fast_layers
-from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors, sizes
-from fastgen.optimizer.transformers.captured.choice import Choice
-from fastgen.optimizer.transformers.captured.draft_rows import MOST_ROWS, DraftRows
-from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding
-from fastgen.optimizer.transformers.captured.host import Turn
-from fastgen.optimizer.transformers.captured.key import Prompt
-from fastgen.optimizer.transformers.captured.kind import Kind
+from fastgen.optimizer.transformers.captured import any_batch, graph_cache, processors
+from fastgen.optimizer.transformers.captured.any_batch import Places
+from fastgen.optimizer.transformers.captured.choice import Choice, Turn
+from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
+from fastgen.optimizer.transformers.captured.key import Prompt, Sizes, rounded_sizes
 from fastgen.optimizer.transformers.captured.pays import Ledger, is_repeatable
-from fastgen.optimizer.transformers.captured.places import Places
-from fastgen.optimizer.transformers.captured.sizes import Sizes
-from fastgen.optimizer.transformers.captured.slot import Slot
+from fastgen.optimizer.transformers.captured.slot import MOST_ROWS, DraftRows, Slot, StepSeconds
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 
 # The most seconds that steps wait for captured steps of other threads.
@@ -263,7 +258,7 @@ class Slots:
         return step
 
     def _rounded(self, decoding: EnteringDecoding, needed: Sizes) -> Sizes:
-        return sizes.rounded(needed, decoding.may_pad, on_gpu=False, at_once=True)
+        return rounded_sizes(needed, decoding.may_pad, on_gpu=False, at_once=True)
 
     def _moved(self, decoding: EnteringDecoding, batch: int, kind: Kind) -> DecodeStep:
         """Returns a step for more inputs, or of a wider kind, which continues the present inputs."""

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.part import CapturedPart, Piece
+from fastgen.decoding.captured.capturable import capturable
+from fastgen.decoding.captured.graph import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv import states
+from fastgen.decoding.kv import fixed
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
-from fastgen.optimizer.transformers.captured.choice import Choice, search_of
+from fastgen.optimizer.transformers.captured.choice import Choice, Host, Turn, search_of
 from fastgen.optimizer.transformers.captured.forward import Forward
-from fastgen.optimizer.transformers.captured.host import Host, Turn
-from fastgen.optimizer.transformers.captured.key import Key, Prompt
+from fastgen.optimizer.transformers.captured.key import Key, Prompt, Sizes
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 # Runs of a part on a GPU before it is captured. A step with drafts has several parts, each of which runs less often.
 _WARM_UPS, _WARM_UPS_WITH_DRAFT = 2, 1
@@ -254,11 +253,11 @@ class DecodeStep:
         """
         return self.buffers.materialized(int(self.search.length.max()) - self.sizes.prompt - 1)
 
-    def take_over(self, other: DecodeStep, inputs: Tensor | slice = slice(None)) -> None:
-        """Continues `other`, a step of the same key with less capacity, or these inputs of a step for more inputs."""
-        if not self.buffers.insert(other.buffers, inputs):
+    def take_over(self, other: DecodeStep) -> None:
+        """Continues `other`, a step of the same key with less capacity."""
+        if not self.buffers.insert(other.buffers, slice(None)):
             self.parts.drop()
-        self.search.insert(other.search, inputs)
+        self.search.insert(other.search, slice(None))
         self.choice.take_over(other.choice)
         self.flag.reset()
         if self.drafting is not None:
@@ -272,8 +271,8 @@ class DecodeStep:
             CannotBeCaptured: as in `verify`.
         """
         # The real step stores the same K and V once more. States would advance twice, so they are restored.
-        with undoing(states.saved(self.buffers.states)), self.forward.watched(self._cache):
-            graph.capturable(partial(self._logits, model))()
+        with undoing(fixed.saved_states(self.buffers.states)), self.forward.watched(self._cache):
+            capturable(partial(self._logits, model))()
 
     # ---- slots: inputs come and go while others continue
 

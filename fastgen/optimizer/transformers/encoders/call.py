@@ -2,7 +2,8 @@
 
 Padded positions of the layers' output hold NaN, so a result without NaN does not depend on them. If there is NaN
 outside padded positions, or if padded positions must be as the library computes them, the call is repeated with the
-original code, and later calls of that model with the same arguments are not tried.
+original code, and later calls of that model with the same arguments are not tried. Models of sentence-transformers are
+a Transformer and a pooling of its states, which masks padding.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from abc import ABC
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,17 +23,22 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, patching, releases, settings
-from fastgen.decoding import host_memory, library_code, torch_functions
+from fastgen.decoding import guards, host_memory, library_code
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.ops._library import warn_if_missing
-from fastgen.ops.half_precision import HALF
 from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import HALF
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
-from fastgen.optimizer.transformers.encoders import attention, programs, results
-from fastgen.optimizer.transformers.encoders.results import Declined
+from fastgen.optimizer.transformers.encoders import programs
 from fastgen.optimizer.transformers.encoders.stacks import VARLEN, way_of
-from fastgen.optimizer.transformers.encoders.unpadded_forward import Unexpected, UnpaddedForward
+from fastgen.optimizer.transformers.encoders.unpadded_forward import (
+    Declined,
+    Unexpected,
+    UnpaddedForward,
+    mapped,
+    override_attention,
+)
 
 ENTRY_POINT = counters.ENCODER
 # Padding is skipped if it makes up at least this part of the positions.
@@ -55,8 +62,6 @@ class _Model:
     Attributes:
         stack: the model's only stack; None if it has none, several, or a decoder.
         reading: by kind of arguments, why such calls are not tried again.
-        sees_embeddings: kinds of arguments with which a pass on the embeddings of tokens alone failed: the model may
-            read its embeddings.
         gives_states: its results contain the states of all positions.
     """
 
@@ -67,7 +72,6 @@ class _Model:
         self._stack: Callable[[], Any] = weakref.ref(stacks[0][0]) if only_encodes else lambda: None
         self.way = stacks[0][1] if only_encodes else ""
         self.reading: dict[Hashable, str] = {}
-        self.sees_embeddings: set[Hashable] = set()
         self.gives_states = model.base_model is model
 
     @property
@@ -103,7 +107,7 @@ def is_left_alone() -> bool:
     # Compiled, traced or captured code must not read values.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing():
         return True
-    unusual = torch_functions.unusual()
+    unusual = guards.unusual()
     if unusual is not None:
         counters.count_not_used(ENTRY_POINT, unusual)
     return unusual is not None
@@ -164,7 +168,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             if isinstance(declined, Unexpected):
                 releases.note_encoder(model, str(declined))
             result = forward()
-            _note_declined(plan, str(declined), unpadded, result)
+            _note_declined(plan, str(declined), result)
             return result
         except Exception as failure:
             interrupts.pass_on(failure)
@@ -176,14 +180,11 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
         return result
 
 
-def _note_declined(plan: _Plan, reason: str, unpadded: UnpaddedForward, result: Any) -> None:
+def _note_declined(plan: _Plan, reason: str, result: Any) -> None:
     """Records, from the library's result with padding, whether later passes without padding will be given up, too."""
     if any(bool(each.isnan().any()) for each in tensors_in(result)):
         return  # it has NaN, too, which tells nothing about padding
-    if unpadded.has_embedded:
-        plan.known.sees_embeddings.add(plan.key)
-    else:
-        plan.known.reading[plan.key] = reason
+    plan.known.reading[plan.key] = reason
 
 
 def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str) -> _Plan:
@@ -206,8 +207,7 @@ def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str
                 plan.has_layers = are_many or layers is not None or _has_layers.get()
             else:
                 fill = 0.0 if padding == "unseen" else math.nan
-                embeds = plan.key not in known.sees_embeddings
-                plan.unpadded = UnpaddedForward(known.stack, known.way, mask, fill, embeds=embeds)
+                plan.unpadded = UnpaddedForward(known.stack, known.way, mask, fill)
         context.enter_context(entered.pop_all())
         return plan
 
@@ -254,7 +254,7 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
     if not is_wanted or not choose.is_available():
         yield False
         return
-    with fast_layers(model), attention.override_attention():
+    with fast_layers(model), override_attention():
         yield True
 
 
@@ -325,7 +325,7 @@ def _result(result: Any, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -
     Pads the states of all layers, which the library records packed. Raises Declined if the result depends on padded
     positions, or may depend on them.
     """
-    return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, unpadded))
+    return mapped(result, lambda tensor: _checked(tensor, mask, zeros, unpadded))
 
 
 def _checked(result: Tensor, mask: Tensor, zeros: bool, unpadded: UnpaddedForward) -> Tensor:
@@ -354,3 +354,94 @@ def _with_zeros(states: Tensor, mask: Tensor) -> Tensor:
         raise Declined(_READS_PADDING)
     positions.index_fill_(0, is_token.logical_not().nonzero().squeeze(1), 0.0)
     return states
+
+
+# ---- sentence-transformers
+
+# Modules after the pooling, which process one vector for each text.
+_OF_VECTORS = ("Dense", "Dropout", "LayerNorm", "Normalize")
+_OF_LIBRARY = "sentence_transformers."
+_VECTOR = "sentence_embedding"
+# What a user's class may override: names of every class, and methods that only call what is looked at.
+_OF_USERS = frozenset(vars(type("", (ABC,), {}))) | {"__init__", "encode", "encode_query", "encode_document"}
+
+# Only modules that mask padding read the model's states.
+_states_are_masked: ContextVar[bool] = ContextVar("fastgen_masked_states", default=False)
+
+
+def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `SentenceTransformer.encode`."""
+    bound = patching.bound(wrapped, args, kwargs)
+    if bound is None:
+        return wrapped(*args, **kwargs)
+    bound.apply_defaults()
+    shown = bound.arguments["output_value"]
+    found = None if is_left_alone() else counters.decided(ENTRY_POINT, _encoder, model, shown)
+    if found is None:
+        return wrapped(*args, **kwargs)
+    encoder, are_masked = found
+    with patching.held(_states_are_masked, are_masked), layers_of_passes(encoder):
+        return wrapped(*args, **kwargs)
+
+
+def _encoder(model: Any, shown: Any) -> tuple[Any, bool] | None:
+    """Returns the model that a SentenceTransformer runs, and whether only masked states affect the value `shown`; None
+    if the model is not encoder-only.
+    """
+    encoder = getattr(next(model.children(), None), "model", None)
+    if not hasattr(encoder, "base_model") or known_of(encoder).stack is None:
+        return None
+    return encoder, shown == _VECTOR and _pools(model)
+
+
+def _pools(model: Any) -> bool:
+    """Whether the modules are the library's: a Transformer, a pooling, and modules that process its vectors."""
+    modules = list(model.children())
+    kinds = [type(module).__name__ for module in modules]
+    return (
+        all(type(module).__module__.startswith(_OF_LIBRARY) for module in modules)
+        and _runs_library_code(type(model))
+        and kinds[:2] == ["Transformer", "Pooling"]
+        and not _reads_padding(modules[0], modules[1])
+        and set(kinds[2:]) <= set(_OF_VECTORS)
+        and all(getattr(each, "module_input_name", _VECTOR) == _VECTOR for each in modules[2:])
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in (model, *modules))
+    )
+
+
+def _runs_library_code(kind: type) -> bool:
+    """Whether a model's class is the library's, or differs from it in nothing that `encode` calls: a user's `encode`
+    calls that of the library, and names that the library does not know are never read.
+    """
+    for number, base in enumerate(kind.__mro__):
+        if base.__module__.startswith(_OF_LIBRARY):
+            users = {name for each in kind.__mro__[:number] for name in vars(each)}
+            return all(name in _OF_USERS or not hasattr(base, name) for name in users)
+    return False
+
+
+def _reads_padding(transformer: Any, pooling: Any) -> bool:
+    """Whether the first column, which releases before 6 take as the first token, may be padding."""
+    takes_first = getattr(pooling, "pooling_mode_cls_token", False) or "cls" in getattr(pooling, "pooling_mode", ())
+    return takes_first and getattr(getattr(transformer, "tokenizer", None), "padding_side", None) != "right"
+
+
+def forward(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `Transformer.forward(features)`, which calls the model's forward pass, not the model."""
+    is_ours = not is_left_alone() and counters.decided(ENTRY_POINT, _is_encoder, module, args)
+    if not is_ours:
+        return wrapped(*args, **kwargs)
+    model = module.model
+    features, *others = args
+    padding = "unseen" if _states_are_masked.get() else settings.current().padding
+    # A repeated pass must not see what the first attempt has added to the features.
+    result = run(lambda: wrapped(dict(features), *others, **kwargs), model, {**features, **kwargs}, padding)
+    features.update(result)
+    return features
+
+
+def _is_encoder(module: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a Transformer that gets such arguments has an encoder-only model."""
+    model = getattr(module, "model", None)
+    is_called = bool(args) and isinstance(args[0], MutableMapping) and hasattr(model, "base_model")
+    return is_called and known_of(model).stack is not None

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, memory, settings
-from fastgen.decoding import panel_ops
+from fastgen.decoding import linear_ops
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.part import CapturedPart, Piece
+from fastgen.decoding.captured.graph import CapturedPart, Piece
 from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.library_code import modules_of
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache, pays
-from fastgen.optimizer.transformers.encoders import results
+from fastgen.optimizer.transformers.encoders.unpadded_forward import mapped
 
 ENTRY_POINT = "transformers.encoder, recorded"
 # Most tokens of a batch: with more, linear ops take nearly all of the time.
@@ -62,14 +62,14 @@ class _Pass:
             found = tensors_in(result)
             if not self._buffers:
                 # A number in the result may differ in the next call, so a result with one is declined.
-                self._result = results.mapped(result, lambda tensor: tensor, (type(None),))
+                self._result = mapped(result, lambda tensor: tensor, (type(None),))
                 self._buffers = [tensor.new_empty(tensor.shape) for tensor in found]
             for buffer, tensor in zip(self._buffers, found, strict=True):
                 buffer.copy_(tensor)
 
         pieces: list[Piece] = [(function, None)]
         self._part.run(pieces)  # allocates the buffers before the recording
-        with panel_ops.suspended():
+        with linear_ops.panels_suspended():
             self._part.capture(pieces)
 
     @property
@@ -84,7 +84,7 @@ class _Pass:
             self._inputs[name].copy_(value)
         self._part.replay()
         buffers = iter(self._buffers)
-        return results.mapped(self._result, lambda _: next(buffers).clone())
+        return mapped(self._result, lambda _: next(buffers).clone())
 
 
 def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, given: dict[str, Any]) -> Any:

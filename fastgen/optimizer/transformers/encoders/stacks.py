@@ -13,76 +13,39 @@ VARLEN, BUCKETED, RIGHT_PADDED = "varlen", "bucketed", "right-padded"
 _LIBRARY = "transformers.models."
 _STATES = ("hidden_states", "attention_mask")
 _TOKENS = ("input_ids", "attention_mask", "inputs_embeds")
-Place = tuple[str, str]
-"""The module of a class, relative to "transformers.models.", and the class's name."""
-
-STACKS: dict[Place, tuple[str, tuple[str, ...]]] = {}
-"""How a stack runs, and parameters of its forward pass.
+# By way and parameters: files and classes.
+_BY_WAY = {
+    (VARLEN, _STATES): """
+        albert.AlbertTransformer bert.BertEncoder camembert.CamembertEncoder data2vec_text.Data2VecTextEncoder
+        distilbert.Transformer electra.ElectraEncoder ernie.ErnieEncoder layoutlm.LayoutLMEncoder
+        mobilebert.MobileBertEncoder roberta.RobertaEncoder roberta_prelayernorm.RobertaPreLayerNormEncoder
+        splinter.SplinterEncoder xlm_roberta.XLMRobertaEncoder xlm_roberta_xl.XLMRobertaXLEncoder
+    """,
+    (BUCKETED, _STATES): """
+        deberta.DebertaEncoder deberta_v2.DebertaV2Encoder megatron_bert.MegatronBertEncoder mpnet.MPNetEncoder
+        rembert.RemBertEncoder squeezebert.SqueezeBertEncoder
+    """,
+    (RIGHT_PADDED, _STATES): """
+        roformer.RoFormerEncoder
+    """,
+    (RIGHT_PADDED, _TOKENS): """
+        bart.BartEncoder blenderbot.BlenderbotEncoder blenderbot_small.BlenderbotSmallEncoder eurobert.EuroBertModel
+        m2m_100.M2M100Encoder marian.MarianEncoder mbart.MBartEncoder modernbert.ModernBertModel mt5.MT5Stack
+        nomic_bert.NomicBertModel pegasus.PegasusEncoder t5.T5Stack umt5.UMT5Stack
+    """,
+}
+STACKS = {
+    (f"{file.removesuffix('_text')}.modeling_{file}", name): way
+    for way, stacks in _BY_WAY.items()
+    for file, _, name in (stack.partition(".") for stack in stacks.split())
+}
+"""By module, relative to "transformers.models.", and class: how the stack runs, and parameters of its forward pass.
 
 VARLEN: takes the states of tokens, and reads other tokens only in the library's attention functions, wherever they
 are. All sequences are packed in one row.
 BUCKETED: takes states, and has its own attention code or relative positions. Sequences of similar length form a batch.
 RIGHT_PADDED: likewise, but counts positions from the first column: padding must come after the tokens.
 """
-EMBEDDINGS: set[Place] = set()
-"""Embeddings that process each token independently, and whose model passes them unchanged to a VARLEN stack."""
-
-
-def _add(way: str, given: tuple[str, ...], **classes: str) -> None:
-    """Adds stacks by file name; each value names the stack and, if known, its embeddings."""
-    for file, names in classes.items():
-        module = f"{file.removesuffix('_text')}.modeling_{file}"
-        stack, *embeddings = names.split()
-        STACKS[module, stack] = way, given
-        EMBEDDINGS.update((module, name) for name in embeddings)
-
-
-_add(
-    VARLEN,
-    _STATES,
-    albert="AlbertTransformer AlbertEmbeddings",
-    bert="BertEncoder BertEmbeddings",
-    camembert="CamembertEncoder CamembertEmbeddings",
-    data2vec_text="Data2VecTextEncoder Data2VecTextEmbeddings",
-    distilbert="Transformer Embeddings",
-    electra="ElectraEncoder",
-    ernie="ErnieEncoder ErnieEmbeddings",
-    layoutlm="LayoutLMEncoder LayoutLMEmbeddings",
-    mobilebert="MobileBertEncoder",
-    roberta="RobertaEncoder RobertaEmbeddings",
-    roberta_prelayernorm="RobertaPreLayerNormEncoder RobertaPreLayerNormEmbeddings",
-    splinter="SplinterEncoder SplinterEmbeddings",
-    xlm_roberta="XLMRobertaEncoder XLMRobertaEmbeddings",
-    xlm_roberta_xl="XLMRobertaXLEncoder XLMRobertaXLEmbeddings",
-)
-_add(
-    BUCKETED,
-    _STATES,
-    deberta="DebertaEncoder",
-    deberta_v2="DebertaV2Encoder",
-    megatron_bert="MegatronBertEncoder",
-    mpnet="MPNetEncoder",
-    rembert="RemBertEncoder",
-    squeezebert="SqueezeBertEncoder",
-)
-_add(RIGHT_PADDED, _STATES, roformer="RoFormerEncoder")
-_add(
-    RIGHT_PADDED,
-    _TOKENS,
-    bart="BartEncoder",
-    blenderbot="BlenderbotEncoder",
-    blenderbot_small="BlenderbotSmallEncoder",
-    eurobert="EuroBertModel",
-    m2m_100="M2M100Encoder",
-    marian="MarianEncoder",
-    mbart="MBartEncoder",
-    modernbert="ModernBertModel",
-    mt5="MT5Stack",
-    nomic_bert="NomicBertModel",
-    pegasus="PegasusEncoder",
-    t5="T5Stack",
-    umt5="UMT5Stack",
-)
 
 
 def way_of(module: Any) -> str | None:

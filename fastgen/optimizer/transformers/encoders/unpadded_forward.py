@@ -1,27 +1,30 @@
 """The forward pass of an encoder stack without padding, inside the call of an encoder.
 
 The model's own code computes the stack's inputs, and reads its outputs, in which padded positions hold a fill value,
-such as NaN.
+such as NaN. Over a batch of sequences of equal length, FastGen's operator attends; torch's attention runs in all other
+cases, and where measurements show that it is faster.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fastgen import releases
-from fastgen.decoding import length_buckets
-from fastgen.decoding.packing import Packing
-from fastgen.locks import cached_property
-from fastgen.optimizer.transformers.encoders import attention, results
-from fastgen.optimizer.transformers.encoders.results import Declined
+from fastgen import patching, releases
+from fastgen.decoding import unpadding
+from fastgen.decoding.captured.recording import is_capturing
+from fastgen.decoding.unpadding import Packing
+from fastgen.interrupts import cached_property
 from fastgen.optimizer.transformers.encoders.stacks import RIGHT_PADDED, VARLEN
 
 # Cost of a further bucket, in positions: small linear ops are slow, and the model's Python code takes time.
@@ -31,12 +34,9 @@ _NOT_PER_TOKEN = "results of the layers that are not one for each token"
 # Arguments of a stack with the shape [batch, positions, ...].
 _PER_POSITION = ("hidden_states", "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "bbox")
 
-# The embedding tables that these arguments index. An index out of range is an error, even in padding.
-_TABLES = {
-    "input_ids": "word_embeddings",
-    "token_type_ids": "token_type_embeddings",
-    "position_ids": "position_embeddings",
-}
+
+class Declined(Exception):
+    """This call needs its padding; the message says why."""
 
 
 class Unexpected(Declined):
@@ -49,22 +49,16 @@ class UnpaddedForward:
     Args:
         mask: [batch, longest], bool: where the tokens are. Padding may precede them, follow them, or be among them.
         fill: the value of padded positions in the stack's output.
-        embeds: embeddings may be computed for tokens only.
         buckets: sequences that run together, and their positions; by default they are found here.
 
     Attributes:
-        longest: positions of a sequence, padding included.
         has_run: the stack has run without padding.
     """
 
     current: ContextVar[UnpaddedForward | None] = ContextVar("fastgen_encoder", default=None)
 
-    def __init__(
-        self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool = False, buckets: Buckets = ()
-    ) -> None:
+    def __init__(self, stack: Any, way: str, mask: Tensor, fill: float, buckets: Buckets = ()) -> None:
         self.stack = stack
-        self.longest = mask.shape[1]
-        self._embeds = embeds and way == VARLEN
         self._fill = fill
         self._way = way
         self._mask, self._buckets = mask, buckets
@@ -72,7 +66,6 @@ class UnpaddedForward:
         self.packing: Packing | None = None  # while the layers run on packed tokens
         self._row: Packing | None = None  # the packing that they have run on
         self._made: list[Tensor] = []  # padded states
-        self._embedded: tuple[Tensor, Tensor] | None = None  # a stand-in for the embeddings, and the packed ones
         self._attended = 0
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,32 +106,15 @@ class UnpaddedForward:
     def _tokens(self) -> Packing:
         return Packing(self._mask)
 
-    def may_embed(self) -> bool:
-        """Whether to embed only tokens: the layers take packed states, and have not run yet."""
-        return self._embeds and not self.has_run and not self.has_embedded
-
-    @property
-    def has_embedded(self) -> bool:
-        """Whether the model has got a stand-in for its embeddings."""
-        return self._embedded is not None
-
     def packed(self, value: Tensor) -> Tensor | None:
         """Packs a tensor [batch or 1, longest, ...]; returns None if it has another shape."""
         batch, longest = self._mask.shape
         is_per_position = value.dim() > 1 and value.shape[0] in (1, batch) and value.shape[1] == longest
         return self._tokens.pack(value.expand(batch, *value.shape[1:])) if is_per_position else None
 
-    def embedded(self, row: Tensor) -> Tensor:
-        """Returns a stand-in for the embeddings until the layers run; `row` has the packed ones, [1, total, size]."""
-        stand_in = row.new_full((1, 1, 1), math.nan).expand(*self._mask.shape, row.shape[2])
-        self._embedded = stand_in, row
-        return stand_in
-
     def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         packing = self._tokens
         given = {name: self._packed_argument(name, value) for name, value in given.items()}
-        if self._embedded is not None and not any(value is self._embedded[1] for value in given.values()):
-            raise Unexpected("the layers get other states than the embeddings")
         self.packing = self._row = packing
         try:
             result = forward(**given)
@@ -152,7 +128,7 @@ class UnpaddedForward:
                 raise Declined(_NOT_PER_TOKEN)
             return self._remembered(packing.unpack(states, self._fill))
 
-        return results.mapped(result, unpacked)
+        return mapped(result, unpacked)
 
     def _is_row(self, states: Tensor) -> bool:
         """Whether states are packed. A batch with padding has more positions, or more rows."""
@@ -177,8 +153,6 @@ class UnpaddedForward:
             return None
         if holds_no_tensor(value):
             return value
-        if self._embedded is not None and value is self._embedded[0]:
-            return self._embedded[1]
         row = self.packed(value) if name in _PER_POSITION and isinstance(value, Tensor) else None
         if row is None:
             raise Unexpected(f"an argument of the layers ({name})")
@@ -196,7 +170,7 @@ class UnpaddedForward:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Replaces the library's attention functions while the layers run on packed tokens."""
-        name = attention.changing_argument(kwargs)
+        name = changing_argument(kwargs)
         if name is not None:
             raise Unexpected(f"an argument of attention ({name})")
         if self.packing is None or attention_mask is not None or dropout or getattr(module, "is_causal", False):
@@ -215,7 +189,7 @@ class UnpaddedForward:
         in_front = not bool(self._mask[:, 0].all())
         if in_front and (self._way == RIGHT_PADDED or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
-        buckets = length_buckets.by_mask(self._mask, in_front, cost=BUCKET_COST)
+        buckets = unpadding.by_mask(self._mask, in_front, cost=BUCKET_COST)
         if not buckets:  # a single bucket, as long as its longest sequence
             longest = int(self._mask.sum(dim=1).max())
             buckets = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
@@ -271,53 +245,83 @@ def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return unpadded.run(wrapped, args, kwargs)
 
 
-def embed(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps the forward pass of embeddings: embeds only tokens if the layers run on one packed row.
-
-    Most positions of a batch may be padding, and embeddings sum several tensors of all positions. The layers get the
-    packed row. The model sees a stand-in with the shape of the batch, filled with NaN.
-    """
-    unpadded = UnpaddedForward.current.get()
-    if unpadded is None or not unpadded.may_embed():
-        return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    given = {name: value for name, value in bound.arguments.items() if value is not None}
-    if "position_ids" not in given:
-        given["position_ids"] = _positions(module, given, unpadded.longest)
-    has_cache = any(given.get(name) for name in releases.CACHE_LENGTHS)
-    if has_cache or not all(_has_rows(module, *each) for each in given.items()):
-        return wrapped(*args, **kwargs)
-    row = {name: unpadded.packed(value) if isinstance(value, Tensor) else value for name, value in given.items()}
-    if any(value is None for value in row.values()):
-        return wrapped(*args, **kwargs)
-    if "input_ids" in inspect.signature(wrapped).parameters:
-        row.setdefault("input_ids", None)
-    return unpadded.embedded(wrapped(**row))
-
-
-def _positions(module: Any, given: dict[str, Any], longest: int) -> Tensor:
-    """Returns the embeddings' default positions, [1 or batch, longest]: a token's column, or as they count."""
-    if not hasattr(module, "create_position_ids_from_input_ids"):
-        return module.position_ids[:, :longest]
-    if "input_ids" in given:
-        return module.create_position_ids_from_input_ids(given["input_ids"], module.padding_idx)
-    return module.create_position_ids_from_inputs_embeds(given["inputs_embeds"], module.padding_idx)
-
-
-def _has_rows(module: Any, name: str, indices: Any) -> bool:
-    """Whether an embedding table contains all of these indices."""
-    if name not in _TABLES:
-        return True
-    table = getattr(module, _TABLES[name], None)
-    if type(table) is not nn.Embedding or not indices.numel():
-        return False
-    least, most = indices.aminmax()
-    return int(least) >= 0 and int(most) < table.num_embeddings
-
-
 def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wraps `AttentionInterface.get_interface`."""
     unpadded = UnpaddedForward.current.get()
     if unpadded is not None and unpadded.packing is not None:
         return unpadded.attend
-    return attention.replaced(wrapped(*args, **kwargs))
+    return replaced(wrapped(*args, **kwargs))
+
+
+# ---- attention
+
+# Arguments of attention functions that change which tokens of its sequence a token attends to.
+_CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", releases.PAGED_CACHE)
+
+_is_overridden: ContextVar[bool] = ContextVar("fastgen_overridden_attention", default=False)
+
+
+def override_attention() -> AbstractContextManager[None]:
+    """A context in which `over_all_tokens` replaces the library's attention function for SDPA."""
+    return patching.held(_is_overridden, True)
+
+
+def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
+    """Returns the name of an argument that changes which tokens attend to each other; None if none is given."""
+    given = ((name, kwargs.get(name)) for name in _CHANGING)
+    return next((name for name, value in given if value is not None and value is not False), None)
+
+
+def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the attention function that runs in place of a library function."""
+    if function is not sdpa_attention_forward or not _is_overridden.get() or not patching.is_active():
+        return function
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return function
+    # Compiled or captured code keeps the library's function.
+    return function if torch.compiler.is_compiling() or is_capturing() else over_all_tokens
+
+
+def over_all_tokens(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`sdpa_attention_forward`, by FastGen's operator if each token attends to exactly all tokens of its sequence."""
+    is_over_all = attention_mask is None and not dropout and not getattr(module, "is_causal", True)
+    if is_over_all and changing_argument(kwargs) is None:
+        context = unpadding.attend_equal(query, key, value, scaling)
+        if context is not None:
+            return context, None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+# ---- the tensors of a result, in tuples, lists and dicts, including Transformers' own output classes
+
+# Types that hold no tensor of a result; a module's tensors are its own.
+_WITHOUT = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, type, FunctionType, BuiltinFunctionType,
+    torch.dtype, torch.device, torch.Generator, nn.Module,
+)  # fmt: skip
+
+
+def mapped(result: Any, function: Callable[[Tensor], Tensor], without: tuple[type, ...] = _WITHOUT) -> Any:
+    """Returns a copy of a result with `function` applied to each tensor.
+
+    Parts of the types in `without` hold no tensor, and stay. Raises Declined for a part that may hold tensors.
+    """
+    if isinstance(result, Tensor):
+        return function(result)
+    if isinstance(result, without):
+        return result
+    if isinstance(result, tuple | list):
+        parts = [mapped(part, function, without) for part in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    if isinstance(result, dict) and all(isinstance(name, str) for name in result):
+        return type(result)(**{name: mapped(part, function, without) for name, part in result.items()})
+    raise Declined(f"a result of type {type(result).__name__}")

@@ -14,9 +14,8 @@ from transformers.utils import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fastgen.quantization.checkpoint import Format
+from fastgen.quantization.checkpoint import BITS, Format
 from fastgen.quantization.formats import AWQ, GPTQ, PackQuantized
-from fastgen.quantization.quantized_tensor import BITS
 
 # Name under which `fastgen.stats()` counts checkpoints.
 ENTRY_POINT = "transformers.from_pretrained"

@@ -1,4 +1,4 @@
-"""Reads GGUF files: blocks of the types in `fastgen.quantization.gguf` stay packed; the library handles everything
+"""Reads GGUF files: blocks of the types in `fastgen.quantization.formats` stay packed; the library handles everything
 else.
 
 For each architecture, the library has a processor that converts tensors of the file into tensors of the model, and may
@@ -19,11 +19,11 @@ from transformers import modeling_gguf_pytorch_utils as library
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import counters, releases
-from fastgen.keep_bits import KeepBits
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
-from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
+from fastgen.quantization.formats import BLOCK_TYPES, Blocks, BlockType
 from fastgen.quantization.layers import note_format
+from fastgen.settings import KeepBits
 
 _LIBRARYS: Any = releases.gguf_quantizer()
 _MAX_ROWS = 2**23  # float32 represents twice this number exactly

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from fastgen import counters, patching, settings
-from fastgen.keep_bits import IN_CONFIG, KeepBits
 from fastgen.ops import gpu
 from fastgen.optimizer.transformers.quantized import configurations, gguf_hooks
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
 from fastgen.quantization.layers import QuantizedWeight
+from fastgen.settings import IN_CONFIG, KeepBits
 
 _declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=False)
 

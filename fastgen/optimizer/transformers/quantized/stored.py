@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from fastgen import counters
-from fastgen.keep_bits import KeepBits
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, Kept, Method, NotServed
 from fastgen.quantization.checkpoint import ADVICE, Format
 from fastgen.quantization.formats import PackQuantized
 from fastgen.quantization.layers import note_format
+from fastgen.settings import KeepBits
 
 _DTYPES = {
     "F16": torch.float16,

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from fastgen import counters, releases
-from fastgen.decoding.back_off import BackOff
-from fastgen.decoding.kv.rows import rows_of
 from fastgen.decoding.kv.view import CannotBeCaptured
+from fastgen.decoding.retrying import BackOff
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.costs import HOST
-from fastgen.decoding.speculation.draft_length import LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
+from fastgen.decoding.speculation.draft_length import HOST, LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
-from fastgen.optimizer.transformers.captured.compaction import selected
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.key import MASKS, POSITIONS, DraftKey, Key
 from fastgen.optimizer.transformers.captured.prefilled_call import PrefilledCall
@@ -30,18 +29,23 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.step import DecodeStep
 from fastgen.optimizer.transformers.models import positions_of_step, why_no_drafts
 from fastgen.optimizer.transformers.prefill import prefill
-from fastgen.optimizer.transformers.speculation import batch_compaction
-from fastgen.optimizer.transformers.speculation.assistant_drafting import AssistantDrafting
-from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
+from fastgen.optimizer.transformers.speculation.drafting import (
+    LENGTHS,
+    AssistantDrafting,
+    Drafting,
+    RaggedDrafting,
+    may_share,
+)
 from fastgen.optimizer.transformers.speculation.drafts import Draft, make_next
-from fastgen.optimizer.transformers.speculation.positions import Positions
-from fastgen.optimizer.transformers.speculation.ragged_drafting import RaggedDrafting, serves
 
 ENTRY_POINT = counters.DRAFTS
 # Parts that have to be recorded first: a draft, and its verify. Without a draft, the plain call's step serves.
 _PARTS = 2
 # If another model drafts, buffers have room for all new tokens. Calls for more tokens use the library's loop.
 _MOST_AT_ONCE = 2**16
+
+# Scores and logits of the positions so far, each [rows, vocabulary]; None for those that the call does not return.
+Records = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
 
 # Back-offs of the calls of a model, by the kind of their draft and their number of rows.
 _back_offs: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], BackOff]] = weakref.WeakKeyDictionary()
@@ -58,7 +62,6 @@ class SpeculativeDecoding(Decoding):
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
-        self._length = 0  # tokens drafted in the last iteration
         self._sums = {"verifies": 0, "drafted": 0, "accepted": 0}
         self._arguments = arguments
         reason = why_no_drafts(call.model)
@@ -148,7 +151,7 @@ class SpeculativeDecoding(Decoding):
             # The model computes positions from its cache's length in a way that `RowLengths` does not support.
             return replace(key, draft=draft._replace(together=True))
         ragged = replace(key, draft=draft._replace(is_ragged=True))
-        is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self.model.device)
+        is_served = not self._draft.is_model and self._draft.schedule is None and may_share(ragged, self.model.device)
         return ragged if is_served and graph_cache.shares_kv(self.model) is not False else key
 
     def _start(self, step: DecodeStep, run: Callable[[], Any]) -> Any:
@@ -234,15 +237,8 @@ class SpeculativeDecoding(Decoding):
         self._positions = Positions(rows, stops, put, bool(self.prompt.eos), self._records())
         progress = self._follow(step)
         policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
-        left: list[tuple[DecodeStep, Tensor]] = []
         begun = time.perf_counter()
         while not progress.done:
-            key = self._key_after_compaction(step, progress)
-            if key is not None:
-                left.append((step, batch_compaction.remaining(step.drafting, key.batch)))
-                step = self._smaller(*left[-1], key, policy)
-                progress = step.search.progress()
-                begun = time.perf_counter()
             if max(progress.lengths) - step.sizes.prompt > step.sizes.new:
                 step = self._larger(step)
             progress, begun = self._iterate(step, policy, progress, begun)
@@ -253,48 +249,9 @@ class SpeculativeDecoding(Decoding):
             (self._back_off.succeed if has_paid else self._back_off.fail)()
         counters.add(ENTRY_POINT, near_ties=int(step.drafting.near_ties), **self._sums)
         self._draft.end()
-        whole = self._whole(step, left)
         if policy.cannot_pay and not self._draft.is_prepared:
             # The machine may have been busy, so the next trial measures again, as in `_prepare`.
-            whole.drafting.costs.forget()
-        return whole
-
-    def _key_after_compaction(self, step: DecodeStep, progress: Progress) -> Key | None:
-        """Returns the key of a step for fewer inputs, if the batch is to be compacted now."""
-        # Positions, an assistant's step and a returned cache belong to the whole batch.
-        if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
-            return None
-        drafting = step.drafting
-        key = batch_compaction.smaller_key(drafting)
-        if key is None:
-            return None
-        shortest = min(progress.lengths[row] for row in progress.rows)
-        tokens = self.prompt.new_tokens + step.search.prompt_capacity - shortest
-        return key if batch_compaction.pays(self.model, drafting, key, self._length, tokens) else None
-
-    def _smaller(self, step: DecodeStep, inputs: Tensor, key: Key, policy: DraftLength) -> DecodeStep:
-        """Returns a step that continues these inputs of another step."""
-        rows = rows_of(inputs, key.per_input)
-        self._key, self._processors = key, selected(self._processors, rows)
-        self._signed = self._sign(self._processors)
-        smaller = self._step()
-        drafting = smaller.drafting
-        drafting.costs.only_timed = False
-        start = drafting.now(waits=True)
-        smaller.take_over(step, inputs)
-        drafting.seconds_of_move = drafting.now(waits=True) - start
-        policy.keep(drafting.costs, rows.tolist())
-        self._draft.keep(rows.tolist())
-        counters.add(ENTRY_POINT, rows_left=step.key.rows - len(rows))
-        return smaller
-
-    def _whole(self, step: DecodeStep, left: list[tuple[DecodeStep, Tensor]]) -> DecodeStep:
-        """Returns the first step, with the results of the smaller ones."""
-        for larger, inputs in reversed(left):
-            step.search.put_back(larger.search, inputs)
-            if step.is_captured:
-                graph_cache.give_back(self.model, step)
-            step = larger
+            step.drafting.costs.forget()
         return step
 
     def _follow(self, step: DecodeStep) -> Progress:
@@ -324,7 +281,7 @@ class SpeculativeDecoding(Decoding):
         is_ragged = step.key.draft.is_ragged
         if available is not None and is_ragged:  # what a row cannot use is left to the others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
-        self._length = drafted = policy.choose(rows, most, available)
+        drafted = policy.choose(rows, most, available)
         before = time.perf_counter()
         if drafted:
             if available is not None and is_ragged:
@@ -384,3 +341,104 @@ class Assistant(PrefilledCall):
         draft = DraftKey("an assistant", key.samples, together=False, is_rated=self._is_rated)
         sizes = self._rounded_sizes(at_once=True)
         return replace(key, width=LENGTHS[-1] + 1, draft=draft, sizes=sizes, has_criteria=False, kept=())
+
+
+# ---- what the host does at each position: stopping criteria, the streamer, and returned scores
+
+
+class Positions:
+    """The positions of one call that all rows have reached.
+
+    In plain generation, all rows are at the same position in each step. Here, each row advances by its own number of
+    tokens, so a position is handled once the last row has reached it. Every call is then made as often, in the same
+    order and with the same contents. A row that a criterion ends there loses the tokens after it.
+
+    Args:
+        rows: number of sequences of the call.
+        stops: tells from tokens, [rows, length], and the scores so far which sequences end, [rows], bool; None if only
+            end tokens and lengths end sequences.
+        put: receives the tokens of a position, [rows]; None without a streamer.
+        ends_singly: a sequence that ends is padded. Otherwise all continue until each has met a criterion.
+        records: whether scores, and whether logits are returned.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        stops: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor] | None,
+        put: Callable[[Tensor], None] | None,
+        ends_singly: bool,
+        records: tuple[bool, bool],
+    ) -> None:
+        self._rows, self._stops, self._put, self._ends_singly = rows, stops, put, ends_singly
+        self._has_stopped = torch.zeros(rows, dtype=torch.bool)
+        self._keeps = any(records)
+        self._records: list[tuple[Tensor, ...] | None] = [() if wanted else None for wanted in records]
+        # By row: scores and logits of the tokens after the last position that all rows have reached.
+        self._ahead: list[deque[Tensor]] = [deque() for _ in range(rows)]
+        self._known: list[int] = []
+        self._reached = 0
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do."""
+        return self._stops is not None or self._put is not None or self._keeps
+
+    @property
+    def records(self) -> Records:
+        """The scores and the logits of all positions so far."""
+        return self._records[0], self._records[1]
+
+    def take(self, drafting: Drafting) -> None:
+        """Handles the positions due after the first token or a verify. May end rows of the step."""
+        search = drafting.search
+        if not self._known:
+            self._reached = search.prompt_capacity
+            self._known = [self._reached] * self._rows
+        self._keep_scores(drafting)
+        due = self._due(drafting)
+        while self._reached < due:
+            self._reached += 1
+            self._note_scores()
+            if self._stops is not None:
+                start = int(search.start.flatten()[0])
+                tokens = search.running_tokens[: self._rows, start : self._reached]
+                self._end(drafting, self._stops(tokens.clone(), self._records[0]))
+            if self._put is not None:
+                self._put(search.running_tokens[: self._rows, self._reached - 1].cpu())
+            due = self._due(drafting)
+
+    def _due(self, drafting: Drafting) -> int:
+        """Returns the length that all unfinished rows have reached."""
+        lengths = drafting.search.length.flatten()[: self._rows]
+        unfinished = drafting.search.unfinished.flatten()[: self._rows]
+        return int(lengths[unfinished].amin() if bool(unfinished.any()) else lengths.amax())
+
+    def _end(self, drafting: Drafting, stops: Tensor) -> None:
+        """Ends the rows of `stops`, [rows], bool, at the present position."""
+        self._has_stopped |= stops.cpu()
+        if not self._ends_singly:
+            stops = torch.full_like(stops, bool(self._has_stopped.all()))
+        search = drafting.search
+        lengths, unfinished = search.length.flatten(), search.unfinished.flatten()
+        ending = torch.zeros_like(unfinished)
+        ending[: self._rows] = stops
+        ending &= (lengths > self._reached) | ((lengths == self._reached) & unfinished)
+        if bool(ending.any()):
+            drafting.end(ending, self._reached)
+
+    def _keep_scores(self, drafting: Drafting) -> None:
+        """Keeps scores and logits of the tokens that the rows have just taken."""
+        if not self._keeps:
+            return
+        for row, end in enumerate(drafting.search.length.flatten()[: self._rows].tolist()):
+            self._ahead[row].extend(drafting.recorded[row, : max(end - self._known[row], 0)].clone().unbind())
+            self._known[row] = end
+
+    def _note_scores(self) -> None:
+        if not self._keeps:
+            return
+        both = torch.stack([ahead.popleft() for ahead in self._ahead], dim=1)
+        self._records = [
+            None if kept is None else (*kept, part.clone()) for kept, part in zip(self._records, both, strict=True)
+        ]

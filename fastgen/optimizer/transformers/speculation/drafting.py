@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.decoding.kv.rows import StepState
-from fastgen.decoding.speculation import acceptance
-from fastgen.decoding.speculation.costs import DRAFT, Costs
-from fastgen.decoding.speculation.near_ties import best_tokens
-from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
+from fastgen.decoding.captured.capturable import SymbolicLength
+from fastgen.decoding.kv.rows import RaggedState, StepState
+from fastgen.decoding.speculation import speculative_search
+from fastgen.decoding.speculation.draft_length import DRAFT, Costs
+from fastgen.decoding.speculation.speculative_search import SpeculativeSearch, best_tokens
+from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.key import POSITIONS, Key, Prompt
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import DecodeStep
@@ -29,6 +30,8 @@ from fastgen.optimizer.transformers.models import TOKEN_TYPES
 # Tokens that an iteration drafts for each row. Each number is a part of its own, so there are only a few. With the
 # token after the draft, they are powers of two, so that the rows of some batches fill vectors completely.
 LENGTHS = (0, 1, 3, 7)
+# Parts of an assistant besides the draft step, which has the same number as in the step that verifies.
+_FIRST, _STORE, _ADVANCE = -1, -2, -3
 
 
 def lengths_of(key: Key) -> tuple[int, ...]:
@@ -58,8 +61,6 @@ class Drafting:
         recorded: [rows, width, 2, vocabulary], float32: the scores by which the last tokens were chosen, and the logits
             from which they were computed; empty unless `key.draft.records`.
         costs: the times of captured parts, and the acceptance rate of the last call.
-        seconds_of_first_runs: time of all parts until they were captured.
-        seconds_of_move: time of taking over rows of a larger step.
     """
 
     def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
@@ -87,7 +88,6 @@ class Drafting:
         recorded = rows if self.key.draft.records else 0
         self.recorded = floats(recorded, width, 2, self.vocabulary)
         self.costs = Costs(rows, self.lengths, key.draft.is_ragged)
-        self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.assistant: Any = None  # the state and the step with which another model drafts on these sequences
         # Products from one token to the next: per layer, seven linear ops, two of attention, and five with an encoder.
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
@@ -115,12 +115,11 @@ class Drafting:
         self.prompt_lengths = (prompt.tokens.shape[1] - padding).repeat_interleave(self.key.per_input)
 
     def take_over(self, other: Drafting) -> None:
-        """Continues another step, or some of its inputs."""
+        """Continues another step of as many rows."""
         self.near_ties.copy_(other.near_ties)
         self.drafted.zero_()
         self.counts.zero_()
-        if self.key.rows == other.key.rows:
-            self.costs = other.costs
+        self.costs = other.costs
 
     def end(self, rows: Tensor, length: int) -> None:
         """Ends some rows, [rows], bool, at a length that they have reached."""
@@ -130,10 +129,6 @@ class Drafting:
         self._flag.send(self.search.done)
 
     # ---- times of parts
-
-    def tokens_of(self, length: int) -> int:
-        """Returns the number of tokens that are verified if `length` tokens are drafted."""
-        return self.key.rows * (length + 1)
 
     def measure(self, part: int, run: Callable[[], None]) -> None:
         """Has a part captured and measured by calling `run`, whose effects on the sequences do not count."""
@@ -151,8 +146,6 @@ class Drafting:
         seconds = self.now(True) - start
         if is_replay:
             self.costs.add(number, seconds)
-        else:
-            self.seconds_of_first_runs += seconds
 
     def now(self, waits: bool) -> float:
         """Returns the time; if it `waits`, after all work on the device has finished."""
@@ -209,7 +202,9 @@ class Drafting:
         if self.key.samples:
             probabilities = torch.softmax(scores, dim=-1)
             self.draft_probabilities.index_copy_(1, self.drafted.view(1), probabilities.unsqueeze(1))
-            tokens = acceptance.draw(probabilities, acceptance.random_numbers(len(scores), 0, self.device)[1])
+            tokens = speculative_search.draw(
+                probabilities, speculative_search.random_numbers(len(scores), 0, self.device)[1]
+            )
         else:
             tokens = (largest if self.takes_largest else _largest)(scores)
         if self.key.draft.is_rated:
@@ -240,9 +235,9 @@ class Drafting:
     def _accept_sampled(self, scores: Tensor, drafted: Tensor) -> Tensor:
         rows, width, _ = scores.shape
         probabilities = torch.softmax(scores, dim=-1)
-        numbers = acceptance.random_numbers(rows, width - 1, self.device)
+        numbers = speculative_search.random_numbers(rows, width - 1, self.device)
         q = self.draft_probabilities[:, : width - 1] if self.key.draft.samples else None
-        accepted, token = acceptance.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
+        accepted, token = speculative_search.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
         self.accepted.copy_(accepted)
         # A NaN score makes its whole position NaN. Nothing is accepted there, so it is the last position that is drawn
         # from. Later positions belong to tokens that plain generation may never meet.
@@ -302,3 +297,131 @@ class Drafting:
         """Keeps scores (0) or logits (1), [rows, positions, vocabulary], for a call that returns them."""
         if self.key.draft.records:
             self.recorded[:, : given.shape[1], place].copy_(given)
+
+
+# ---- rows that share the tokens of a verify
+
+
+def may_share(key: Key, device: torch.device) -> bool:
+    """Whether steps of this key can verify different numbers of tokens of each row."""
+    is_plain = not (key.samples or key.processors or key.encoder or any(key.windows) or key.draft.records)
+    return device.type == "cpu" and key.rows > 1 and is_plain and not {*POSITIONS}.isdisjoint(key.tensors)
+
+
+class RaggedDrafting(Drafting):
+    """Verifies a total number of drafted tokens over all rows, so that the rows with the best drafts get more.
+
+    A row without a draft has one token, and a finished row has none. Serves greedy search on a CPU with drafts that are
+    found in a text, which rows have at different times.
+    """
+
+    def __init__(self, step: DecodeStep, prompt: Prompt) -> None:
+        super().__init__(step, prompt)
+        self._of_tokens: dict[int, tuple[RaggedState, Any]] = {}
+        self._length_by_tokens = torch.zeros_like(self._cache_length)
+
+    def verify(self, model: Any, drafted: int) -> None:
+        if not drafted:
+            super().verify(model, 0)
+            return
+        state, cache = self._with_tokens(self.key.rows + drafted)
+        unfinished = self.search.unfinished.flatten().tolist()
+        state.spread(
+            [count + 1 if goes_on else 0 for count, goes_on in zip(self.counts.tolist(), unfinished, strict=True)]
+        )
+        self._run_part(drafted + 1, cache, lambda: self._verify_tokens(model, state, cache))
+
+    def _with_tokens(self, tokens: int) -> tuple[RaggedState, Any]:
+        if tokens not in self._of_tokens:
+            state = RaggedState(tokens, self._buffers.position)
+            own = [kv.view(state) for kv in self._buffers.own]
+            prefix = self._buffers.sizes.cached
+            bounds = prefix, prefix + self._buffers.position.capacity
+            self._of_tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._length_by_tokens, *bounds))
+        return self._of_tokens[tokens]
+
+    def _verify_tokens(self, model: Any, state: RaggedState, cache: Any) -> None:
+        state.locate()
+        # Models' masks are for the longest row, and hide nothing that attention would not exclude by itself.
+        self._length_by_tokens.copy_(self._cache_length + self.key.width - 1)
+        logits = self._forward(model, cache, self._ids_of(state), self._inputs_of(state), 1)
+        chosen, near = (self._by_row(found, state) for found in best_tokens(logits.float(), self._products))
+        self.search.commit(chosen, self.counts, self.accepted, near, self.near_ties)
+        self._advance()
+        self._flag.send(self.search.done)
+
+    def _ids_of(self, state: RaggedState) -> Tensor:
+        at = self.search.length.view(-1) - 1
+        return self.search.running_tokens[state.row_map, at[state.row_map] + state.offsets].unsqueeze(1)
+
+    def _inputs_of(self, state: RaggedState) -> dict[str, Tensor]:
+        found = {name: buffer.index_select(0, state.row_map) for name, buffer in self._buffers.inputs.items()}
+        left = (self.search.limit - self.search.length - 1).view(-1)[state.row_map]
+        for name, given in found.items():
+            if name in POSITIONS:
+                found[name] = given + torch.minimum(state.offsets, left).unsqueeze(1)
+            elif self.key.is_sequences_mask(name):
+                own = self._buffers.sizes.cached + state.position.unsqueeze(1)
+                found[name] = given.masked_fill(torch.arange(given.shape[1], device=self.device) > own, 0)
+        return found
+
+    def _by_row(self, found: Tensor, state: RaggedState) -> Tensor:
+        """Returns [rows, width] from [tokens, 1], with zeros for positions without a token."""
+        none = found.new_zeros(self.key.rows, self.key.width)
+        return none.index_put((state.row_map, state.offsets), found.squeeze(1))
+
+
+# ---- drafts by another model, on the sequences of the step that verifies
+
+
+class AssistantDrafting(Drafting):
+    """Drafts with a KV cache of its own.
+
+    The cache lacks K and V of the last drafted token, and of tokens that came without a draft. So the first step of a
+    draft reads the last two tokens. If more are missing, earlier steps store them. The sequences are those of the step
+    that verifies, to which `of` belongs.
+    """
+
+    def __init__(self, step: DecodeStep, prompt: Prompt, of: Drafting) -> None:
+        super().__init__(step, prompt)
+        self.drafted, self.draft_probabilities = of.drafted, of.draft_probabilities
+        self.costs = of.costs
+        self._back, self._back_length = self._buffers.position.beside(2), torch.zeros_like(self._cache_length)
+        self._offset = torch.zeros_like(self.drafted)
+        self._cache_back = self._cache_at(self._back, self._back_length)
+        self._behind = 1  # maximum number of tokens before the last one that are not stored
+
+    def begin(self, prompt: Prompt) -> None:
+        super().begin(prompt)
+        self._behind = 1
+
+    def propose(self, model: Any, count: int, threshold: float) -> Tensor:
+        """Drafts at most `count` tokens per row, up to the first of less than `threshold`. Returns numbers, [rows]."""
+        while self._behind > 1:
+            self._offset.fill_(-self._behind)
+            self._run_part(_STORE, self._cache_back, lambda: self._store(model))
+            self._behind = max(self._behind - 2, 1)
+        self._offset.fill_(-1)
+        self._run_part(_FIRST, self._cache_back, lambda: self._choose_draft(self._store(model)[:, -1]))
+        drafted = 1
+        while drafted < count and not (threshold and self._all_doubt(drafted, threshold)):
+            self.draft(model, nullcontext)
+            drafted += 1
+        counts = torch.full_like(self.search.length.view(-1), drafted)
+        return speculative_search.confident(self._ratings[:, :drafted], counts, threshold) if threshold else counts
+
+    def _all_doubt(self, drafted: int, threshold: float) -> bool:
+        """Whether each unfinished row has a drafted token whose probability is less than `threshold`."""
+        doubts = (self._ratings[:, :drafted] < threshold).any(dim=1)
+        return bool((doubts | ~self.search.unfinished.view(-1)).all())
+
+    def follow(self, has_drafted: bool) -> None:
+        """Advances to the new ends of the sequences."""
+        self._behind = 1 if has_drafted else self._behind + 1
+        self._run_part(_ADVANCE, self._cache_back, self._advance)
+
+    def _store(self, model: Any) -> Tensor:
+        """Stores K and V of two tokens, from `_offset` (negative) after the last one on. Returns their logits."""
+        self._back.position_table.copy_(self._buffers.position.position_table[:3] + self._offset)
+        self._back_length.copy_(self._cache_length + self._offset)
+        return self._logits(model, self._cache_back, self._offset, 2)

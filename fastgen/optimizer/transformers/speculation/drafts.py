@@ -22,12 +22,9 @@ from torch import Tensor
 from fastgen import settings
 from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.speculation.costs import DRAFT
-from fastgen.decoding.speculation.draft_length import AT_FIRST, Schedule
-from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
-from fastgen.decoding.speculation.self_draft import DraftWeights, OtherLogits
-from fastgen.interrupts import undoing
-from fastgen.locks import cached_property
+from fastgen.decoding.speculation.draft_length import AT_FIRST, DRAFT, Schedule
+from fastgen.decoding.speculation.draft_sources import BOUNDARY, DraftWeights, OtherLogits, PromptLookup
+from fastgen.interrupts import cached_property, undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.pays import Budget
@@ -88,9 +85,6 @@ class Draft:
 
     def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
         """Notes the rows' new lengths, after the first token is chosen or a draft is verified."""
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Continues with these rows, in this order, because the others have left the batch."""
 
     def end(self) -> None:
         """Ends a call in which nothing has failed."""
@@ -223,10 +217,6 @@ class LookupDraft(Draft):
 
     def hits(self, rows: Sequence[int]) -> list[bool | None]:
         return [self._hits.get(row) for row in rows]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._index.keep(rows)
-        self._known = [self._known[row] for row in rows]
 
 
 class AssistantDraft(Draft):

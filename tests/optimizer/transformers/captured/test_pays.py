@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from fastgen.optimizer.transformers.captured.key import Key
+from fastgen.optimizer.transformers.captured.key import Key, Sizes
 from fastgen.optimizer.transformers.captured.pays import (
     LEAST_STEPS,
     MANY,
@@ -18,7 +18,6 @@ from fastgen.optimizer.transformers.captured.pays import (
     Ledger,
     certain_tokens,
 )
-from fastgen.optimizer.transformers.captured.sizes import Sizes
 
 KEY = Key(
     batch=1, per_input=1, sizes=Sizes(0, 0, 0, 0), width=1, encoder=None, source_in_front=False, early_stopping=None,
@@ -151,16 +150,6 @@ def test_a_step_of_fewer_rows_or_of_unknown_cost_is_not_taken() -> None:
 def test_tokens_that_are_certain(options: dict[str, Any], expected: int) -> None:
     """A prompt of 10 tokens, and room for 20 more."""
     assert certain_tokens(GenerationConfig(**options), 10, 20) == expected
-
-
-def test_what_is_lost_for_want_of_a_recording_adds_up() -> None:
-    ledger = Ledger()
-    assert ledger.lose(KEY, 1.0) == 1.0 and ledger.lose(FOUR, 0.5) == 0.5
-    assert ledger.lose(KEY, 2.0) == 3.0
-    ledger.is_repaid(KEY)
-    assert ledger.lose(KEY, 1.0) == 1.0
-    ledger.forget()
-    assert ledger.lose(FOUR, 0.0) == 0.0
 
 
 def test_a_budget_for_each_key() -> None:

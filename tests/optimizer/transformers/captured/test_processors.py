@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as library
 
 import fastgen
-from fastgen.decoding.captured.graph import capturable
+from fastgen.decoding.captured.capturable import capturable
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.optimizer.transformers.captured.processor_data import Bucket
-from fastgen.optimizer.transformers.captured.processors import Lengths, Signed, signed, with_temperature
-from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
+from fastgen.optimizer.transformers.captured.processors import Lengths, Signed, of_rows, signed, with_temperature
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, StepTokens
 from tests.equivalence.models import BY_NAME
 
 VOCABULARY = 19
@@ -400,3 +399,14 @@ def test_a_bias_outside_the_vocabulary() -> None:
     made = captured(processor, _bucket(), FIRST.lengths)
     with pytest.raises((IndexError, ValueError), match=f"token {VOCABULARY}"):
         made(scores_of(FIRST.rows, seed=1), Step(FIRST.rows).set(FIRST, 3))
+
+
+def test_processors_of_some_rows() -> None:
+    given = [
+        library.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([3, 0, 5])),
+        library.RepetitionPenaltyLogitsProcessor(1.2, 2),
+        library.NoRepeatNGramLogitsProcessor(2),
+    ]
+    found = of_rows(given, torch.tensor([0, 2]))
+    assert found[0].prompt_ignore_length.tolist() == [3, 5] and given[0].prompt_ignore_length.tolist() == [3, 0, 5]
+    assert found[1:] == given[1:]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.decoding.captured import graph
-from fastgen.decoding.kv.symbolic_length import SymbolicLength
+from fastgen.decoding.captured.capturable import SymbolicLength, capturable
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
 from fastgen.optimizer.transformers.captured.step import Parts
 from tests.equivalence.captured import need_programs
@@ -31,7 +30,7 @@ def test_each_part_holds_as_long_as_what_it_was_told(monkeypatch: pytest.MonkeyP
             assert not bounds + width > TABLE
             out.fill_(width)
 
-        parts.run(width, lambda: [(graph.capturable(forward), None)], None)
+        parts.run(width, lambda: [(capturable(forward), None)], None)
 
     for width in (8, 1):
         run(width)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.quantization.quantized_tensor import QuantizedTensor, dequantized
+from fastgen.quantization.checkpoint import QuantizedTensor, dequantized
 from tests.quantization import definitions, tiny
 from tests.quantization.definitions import random_weight
 

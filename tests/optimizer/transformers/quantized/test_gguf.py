@@ -18,7 +18,7 @@ import fastgen
 from benchmarks import smollm2
 from fastgen import settings
 from fastgen.optimizer.transformers.quantized.replacing import QuantizedConv1D
-from fastgen.quantization.gguf import BLOCK_TYPES
+from fastgen.quantization.formats import BLOCK_TYPES
 from fastgen.quantization.layers import QuantizedWeight
 from tests.noting import noted
 from tests.optimizer.transformers.quantized.checkpoints import VOCABULARY, inputs_of

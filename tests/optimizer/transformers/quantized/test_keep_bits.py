@@ -14,9 +14,9 @@ from torch import nn
 
 import fastgen
 from fastgen import settings
-from fastgen.keep_bits import IN_CONFIG
 from fastgen.optimizer.transformers.quantized import configurations, stored
 from fastgen.quantization.layers import QuantizedWeight
+from fastgen.settings import IN_CONFIG
 from tests.optimizer.transformers.quantized.checkpoints import (
     CASES,
     gpt2,

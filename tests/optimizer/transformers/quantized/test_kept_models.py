@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fastgen
 from fastgen import settings
-from fastgen.quantization.layers import QuantizedEmbedding, QuantizedWeight
-from fastgen.quantization.unpacked import Unpacked
+from fastgen.quantization.layers import QuantizedEmbedding, QuantizedWeight, Unpacked
 from tests.optimizer.transformers.quantized.checkpoints import CASES, VOCABULARY, inputs_of, llama, quantize, save
 from tests.optimizer.transformers.quantized.test_gguf import write_gpt2, write_llama  # which may skip
 from tests.optimizer.transformers.quantized.test_stored import check_logits

@@ -1,1 +1,0 @@
-"""The derived-weight cache: makes copies of weights in other formats, and decides when a copy is still valid."""
