@@ -19,7 +19,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.engine import models
 from fastgen.engine.calls import OwnGenerate, call, written
-from fastgen.engine.planning import Arrivals, Drafts, Entered, ExceedsBudget, KVBudget, next_batch
+from fastgen.engine.planning import Arrivals, Costs, Drafts, Entered, ExceedsBudget, KVBudget, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
 from fastgen.optimizer.transformers.captured import slots
@@ -63,7 +63,7 @@ class ContinuousBatches:
         has_encoder = bool(self._inside.config.is_encoder_decoder)
         self.counts, self.alone = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
         self.prefills = Prefills(self._inside, models.pads(model), has_encoder, max_stall)
-        self._budget = KVBudget(cache_bytes, has_encoder)
+        self._budget, self._costs = KVBudget(cache_bytes, has_encoder), Costs()
         self._arrivals = Arrivals(most_rows, sum(weight.nbytes for weight in self._inside.parameters()))
         self._entered, self._expected = Entered(), 0  # requests waiting at the latest choice that could share a step
         self._is_for_itself = False  # the latest failure to enter concerns that request alone
@@ -158,7 +158,7 @@ class ContinuousBatches:
     def _cheapest(self, like: Sequence[Request], most_rows: int) -> list[Request]:
         """Picks, from requests that may share a batch, those that are cheapest together with the first."""
         length = None if models.pads(self.model) else like[0].length
-        return next_batch([each for each in like if length in (None, each.length)], most_rows)
+        return next_batch([each for each in like if length in (None, each.length)], most_rows, self._costs)
 
     def _runs_static(self, request: Request) -> bool:
         may_enter = self.has_slots and self._entered.may(request.prefill_group)
@@ -265,11 +265,14 @@ class ContinuousBatches:
 
     def _outcome(self, batch: list[Request], enters_slots: bool) -> Any:
         """Returns the results of a call, or the exception that it raises."""
+        first, begin = batch[0], time.perf_counter()
         try:
             results = call(self.model, batch, enters_slots)
         except BaseException as error:  # user code may raise anything, and nothing must end the engine's thread
             return error
-        self.counts.update(batches=1, rows=sum(each.rows for each in batch), repeated=int(batch[0].repeats > 0))
+        self.counts.update(batches=1, rows=sum(each.rows for each in batch), repeated=int(first.repeats > 0))
+        if first.alone is None and self.prefills.max_stall is not None:
+            self._costs.note_call(batch, time.perf_counter() - begin)
         return results
 
     def _settle_call(self, batch: list[Request], outcome: Any, is_static: bool) -> None:

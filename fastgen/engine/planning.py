@@ -4,14 +4,14 @@ how many fit into the memory (`KVBudget`), and what is drafted for them (`Drafts
 Requests of a group are sorted by length and cut into the batches of the least total cost, using costs of whole calls
 (Algorithm 2 of Fang et al., "TurboTransformers", PPoPP 2021). The batch with the oldest request runs; the others are
 planned again, together with new requests. Requests that enter slots wait until enough slots are free. Costs decide
-which requests share a batch, never their results. They are not measured: which requests run next may depend on the
-requests only.
+which requests share a batch, never their results.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import cache
 from itertools import accumulate
 
 from fastgen import memory
@@ -28,7 +28,8 @@ STEP = 16
 CALL = 256
 # Planning considers at most this many batches of waiting requests, because it takes time itself.
 WINDOW = 16
-# Fixed seconds of a prefill and of a decode step, and bytes of weights that a decode step reads in a second.
+# Fixed seconds of a prefill and of a decode step, and bytes of weights that a decode step reads in a second. They are
+# not measured: which requests run next may depend on the requests only.
 _PREFILL_SECONDS, _STEP_SECONDS, _BYTES_PER_SECOND = 0.025, 0.001, 1.5e10
 # New tokens of a request that `Arrivals` assumes.
 _NEW_TOKENS = 64
@@ -42,6 +43,33 @@ _LONGEST_WAIT, _PREFILLS_TO_WAIT = 8, 4
 _MOST_DECLINED, _HAS_ENTERED = 3, -1
 # Weight of the latest call in the moving average of calls like it.
 _LATEST = 0.25
+
+
+class Costs:
+    """The cost of a call, by its longest input, its rows, and its limit of new tokens.
+
+    Keeps a table of measured seconds; for a call unlike all measured ones, uses a cost model, scaled to seconds.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, ...], float] = {}
+        self._of_model: float | None = None  # average seconds per unit of the cost model
+
+    def of(self, length: int, rows: int, new_tokens: int) -> float:
+        """Returns the cost of such a call: in seconds once a call has been measured."""
+        measured = self._seconds.get(_like(length, rows, new_tokens))
+        return _modelled(length, rows, new_tokens) * (self._of_model or 1.0) if measured is None else measured
+
+    def note(self, length: int, rows: int, new_tokens: int, seconds: float) -> None:
+        """Records that such a call took this long."""
+        shape = _like(length, rows, new_tokens)
+        self._seconds[shape] = mean(self._seconds.get(shape), seconds)
+        self._of_model = mean(self._of_model, seconds / _modelled(length, rows, new_tokens))
+
+    def note_call(self, batch: Sequence[Request], seconds: float) -> None:
+        """Records that a call for these requests took this long."""
+        rows, most = sum(each.rows for each in batch), max(each.new_tokens or 0 for each in batch)
+        self.note(max(each.length for each in batch), rows, most, seconds)
 
 
 class Arrivals:
@@ -110,9 +138,14 @@ class Entered:
             self._declined[prefill_group] = declined
 
 
-def call_cost(length: int, rows: int, new_tokens: int) -> float:
-    """Returns the cost of a call in positions, by its longest input, its rows, and its limit of new tokens."""
+def _modelled(length: int, rows: int, new_tokens: int) -> float:
     return CALL + rows * length + new_tokens * (STEP + rows)
+
+
+def _like(*numbers: int) -> tuple[int, ...]:
+    """Rounds numbers up to three significant bits, so that those that differ by less than about a fifth are equal."""
+    steps = [1 << max(number.bit_length() - 3, 0) for number in numbers]
+    return tuple(-(-number // step) * step for number, step in zip(numbers, steps, strict=True))
 
 
 def mean(before: float | None, now: float) -> float:
@@ -147,7 +180,7 @@ def oldest_batch(
     return next(batch for batch in batches(lengths, most, cost) if 0 in batch)
 
 
-def next_batch(waiting: Sequence[Request], most_rows: int) -> list[Request]:
+def next_batch(waiting: Sequence[Request], most_rows: int, costs: Costs) -> list[Request]:
     """Returns the requests to run now, from those that may share a batch with the first one, which is among them.
 
     Args:
@@ -157,10 +190,9 @@ def next_batch(waiting: Sequence[Request], most_rows: int) -> list[Request]:
     rows, new_tokens = waiting[0].rows, waiting[0].new_tokens or 0
     most = most_rows // rows
     window = waiting[: WINDOW * most]
+    cost = cache(lambda length, inputs: costs.of(length, inputs * rows, new_tokens))
     lengths = [request.length for request in window]
-    chosen = oldest_batch(
-        lengths, lambda _: most, lambda length, inputs, _: call_cost(length, inputs * rows, new_tokens)
-    )
+    chosen = oldest_batch(lengths, lambda _: most, lambda length, inputs, _: cost(length, inputs))
     return [window[index] for index in chosen]
 
 

@@ -25,13 +25,12 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=7)
 @given(lengths=LENGTHS, most=st.integers(1, 4), new_tokens=st.integers(1, 60))
 def test_no_other_batches_cost_less(lengths: list[int], most: int, new_tokens: int) -> None:
     """Against all of them, also those that mix lengths: so sorting loses nothing."""
+    costs = planning.Costs()
 
     def total(batches: list[list[int]]) -> float:
-        return sum(planning.call_cost(max(lengths[i] for i in batch), len(batch), new_tokens) for batch in batches)
+        return sum(costs.of(max(lengths[i] for i in batch), len(batch), new_tokens) for batch in batches)
 
-    made = planning.batches(
-        lengths, lambda _: most, lambda length, rows, _: planning.call_cost(length, rows, new_tokens)
-    )
+    made = planning.batches(lengths, lambda _: most, lambda length, rows, _: costs.of(length, rows, new_tokens))
     assert sorted(itertools.chain(*made)) == list(range(len(lengths)))
     assert max(map(len, made)) <= most
     others = (batches for batches in partitions(list(range(len(lengths)))) if max(map(len, batches)) <= most)
@@ -49,7 +48,7 @@ def _waiting(lengths: list[int], rows: int = 1, new_tokens: int = 5) -> list[Req
 def test_the_oldest_runs(lengths: list[int], rows: int) -> None:
     waiting, seen = _waiting(lengths, rows), 0
     while waiting:
-        chosen = planning.next_batch(waiting, 8)
+        chosen = planning.next_batch(waiting, 8, planning.Costs())
         assert waiting[0] in chosen and sum(request.rows for request in chosen) <= 8
         waiting = [request for request in waiting if request not in chosen]
         seen += len(chosen)
@@ -58,18 +57,41 @@ def test_the_oldest_runs(lengths: list[int], rows: int) -> None:
 
 def test_lengths_that_differ_much_do_not_share_a_batch() -> None:
     waiting = _waiting([10, 2000, 12, 1990, 11])
-    chosen = planning.next_batch(waiting, 64)
+    chosen = planning.next_batch(waiting, 64, planning.Costs())
     assert sorted(request.length for request in chosen) == [10, 11, 12]
 
 
 def test_few_are_not_kept_waiting_by_many() -> None:
     """Only so many are looked at: the others come later."""
     waiting = _waiting([5] * 3000)
-    assert len(planning.next_batch(waiting, 4)) == 4
+    assert len(planning.next_batch(waiting, 4, planning.Costs())) == 4
+
+
+def test_costs_are_those_that_calls_have_had() -> None:
+    costs = planning.Costs()
+    before = costs.of(100, 4, 20)
+    costs.note(100, 4, 20, seconds=2.0)
+    assert costs.of(100, 4, 20) == costs.of(101, 4, 20) == 2.0
+    costs.note(100, 4, 20, seconds=6.0)
+    assert 2.0 < costs.of(100, 4, 20) < 6.0
+    # One that has not been there, in seconds as well: in proportion.
+    assert costs.of(400, 4, 20) > costs.of(100, 4, 20) and before > 6.0
+
+
+def test_what_a_call_costs_here_changes_the_batches() -> None:
+    """Where calls of many rows turn out dear, few rows run together."""
+    costs, waiting = planning.Costs(), _waiting([50] * 4)
+    assert len(planning.next_batch(waiting, 4, costs)) == 4
+    for rows, seconds in ((1, 1.0), (2, 9.0), (3, 90.0), (4, 90.0)):
+        costs.note(50, rows, 5, seconds)
+    assert len(planning.next_batch(waiting, 4, costs)) == 1
 
 
 def test_sharing_decode_steps_outweighs_padding() -> None:
-    assert [len(planning.next_batch(_waiting([10, 600], new_tokens=new), 64)) for new in (1, 64)] == [1, 2]
+    assert [len(planning.next_batch(_waiting([10, 600], new_tokens=new), 64, planning.Costs())) for new in (1, 64)] == [
+        1,
+        2,
+    ]
 
 
 def _first_free(arrivals: planning.Arrivals, slots: int) -> int:
