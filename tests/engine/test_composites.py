@@ -72,6 +72,7 @@ def requests_of(given: Inputs) -> list[Inputs]:
     return found
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in APART])
 def test_requests_share_steps(name: str, way: str) -> None:

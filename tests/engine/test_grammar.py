@@ -233,6 +233,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "at_once", "name"),
     [*(("gpt2", 1, name) for name in SHARED), *(("bart", 6, name) for name in SHARED), ("gpt2", 6, "greedy")],

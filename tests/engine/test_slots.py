@@ -53,6 +53,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MUST)
 def test_requests_come_one_by_one(name: str, options: dict[str, Any]) -> None:

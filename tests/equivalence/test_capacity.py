@@ -91,7 +91,7 @@ def test_one_row_goes_on_in_larger_buffers(family: Any, recordings: list[Program
         assert len(recordings) == 1 and recordings[0].follows
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", [name for name in KNOWN if name not in NOT_ACCELERATED])
 def test_every_model_from_its_first_steps_on(name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:

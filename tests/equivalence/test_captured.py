@@ -41,7 +41,7 @@ from tests.equivalence.models import BY_NAME, EOS, Family
 from tests.equivalence.others import LATER
 from tests.models import tiny_unilm
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 OPTIONS = {
     "greedy": GREEDY,

@@ -29,7 +29,7 @@ def test_models_made_of_two(name: str, decoding: str) -> None:
     assert accelerated() == 1
 
 
-@pytest.mark.sampled(skips=draws_others)
+@pytest.mark.sampled(12, skips=draws_others)
 @pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("name", MODELS)
 def test_their_steps_are_captured(name: str, decoding: str, way: str) -> None:

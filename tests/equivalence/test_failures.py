@@ -83,6 +83,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(8)
 @any_decoding
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.replace(" ", "-"))
 @every

@@ -17,7 +17,7 @@ from tests.equivalence.models import FAMILIES, Family
 MODELS = [(family, attention) for family in FAMILIES for attention in family.attentions()]
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True}
 
-pytestmark = pytest.mark.usefixtures("strict")
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(8)]
 
 
 def _id(value: Any) -> str:

@@ -38,7 +38,7 @@ from tests.equivalence.check import accelerated, check, default_dtype, run
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
 from tests.noting import noted
 
-pytestmark = pytest.mark.sampled(8)
+pytestmark = pytest.mark.sampled(12)
 
 CPU = torch.device("cpu")
 

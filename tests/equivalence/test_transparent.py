@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.equivalence.encoder_models import build
 from tests.equivalence.models import BY_NAME
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 # Modules of FastGen's own, and of packages that may be absent, are patched like the library's.
 PATCHES = {patch.name: patch for patch in fastgen._patches.patches}
