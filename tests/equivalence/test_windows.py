@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -158,6 +159,23 @@ def test_a_failure_of_a_fast_layer_beyond_the_window(monkeypatch: pytest.MonkeyP
     with pytest.warns(RuntimeWarning, match="planted"):
         check(family.build(), family.make_inputs(2, LONG), {**NEW, "max_new_tokens": 3})
     assert fallbacks().pop(BEYOND) == 1 and "planted" in " ".join(fallbacks())
+
+
+def test_a_users_cache_beyond_the_window_is_not_filled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library's loop has stored in it could not be undone, so no layer that may fail has a faster form."""
+    _record_never(monkeypatch)
+    family = FAMILIES["mistral-short-window"]
+    model, inputs = family.build(), family.make_inputs(1, LONG, padding=None)
+    product, calls = FloatLinear.__call__, itertools.count(1)
+
+    def fails(*given: Any) -> torch.Tensor:
+        if next(calls) == 10:
+            raise RuntimeError("planted")
+        return product(*given)
+
+    monkeypatch.setattr(FloatLinear, "__call__", fails)
+    near_ties.check(lambda: _behind_a_filled_cache(model, inputs, 30, {"max_new_tokens": 3}))
+    assert fallbacks() == {BEYOND: 1} and next(calls) == 1
 
 
 def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
