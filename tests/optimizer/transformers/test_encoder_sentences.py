@@ -67,8 +67,20 @@ def test_a_class_of_the_users(name: str) -> None:
     model = _model()
     kind = type(model)
     kind.forward = kind._encode_batch = kind.encode = lambda self: None
-    model.__class__ = type("Mine", (kind,), {name: lambda self: None, "__init__": lambda self: None})
+    own = {name: lambda self: None, "__init__": lambda self: None, "__annotations__": {"of_the_users": int}}
+    model.__class__ = type("Mine", (kind,), own)
     assert sentences._pools(model) == (name in ("encode", "of_the_users"))
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, 2])
+def test_a_forward_pass_of_the_users(number: int | None) -> None:
+    """Which a constructor or an `encode` of theirs may have set."""
+    model = _model()
+    changed = model if number is None else list(model.children())[number]
+    changed.forward = changed.forward  # type: ignore[method-assign]
+    assert sentences._pools(model)
+    changed.forward = lambda features: features  # type: ignore[method-assign,assignment]
+    assert not sentences._pools(model)
 
 
 @pytest.fixture
@@ -179,6 +191,21 @@ def test_a_subclass_with_an_encode_of_its_own(library: Any, tmp_path: Any) -> No
     mine = Mine(modules=list(model.children()), device="cpu")
     _assert_close(*_both(mine, texts(LENGTHS)))
     assert _counted() == (BATCHES, [])
+
+
+def test_a_subclass_that_reads_padding(library: Any, tmp_path: Any) -> None:
+    class Mine(library.SentenceTransformer):
+        def __init__(self, *parts: Any, **options: Any) -> None:
+            super().__init__(*parts, **options)
+            self.forward = self.mean_with_padding
+
+        def mean_with_padding(self, features: Any, **options: Any) -> Any:
+            found = self[0](features)
+            return {**found, "sentence_embedding": found["token_embeddings"].mean(1)}
+
+    model = _vectors(library, _folder(tmp_path, "Bert"))
+    _assert_close(*_both(Mine(modules=list(model.children()), device="cpu"), texts(LENGTHS)))
+    assert _counted() == (0, [READS_PADDING])
 
 
 def test_states_of_tokens(library: Any, tmp_path: Any) -> None:

@@ -8,14 +8,23 @@ from contextvars import ContextVar
 from typing import Any
 
 from fastgen import counters, patching, settings
+from fastgen.decoding.modules import runs_own_forward
 from fastgen.optimizer.transformers.encoders import call
 
 # Modules after the pooling, which process one vector for each text.
 _OF_VECTORS = ("Dense", "Dropout", "LayerNorm", "Normalize")
 _OF_LIBRARY = "sentence_transformers."
 _VECTOR = "sentence_embedding"
+
+
+class _OfEveryClass(ABC):
+    """Has the names that Python gives every class, which differ between its versions."""
+
+    annotated: int
+
+
 # What a user's class may override: names of every class, and methods that only call what is looked at.
-_OF_USERS = frozenset(vars(type("", (ABC,), {}))) | {"__init__", "encode", "encode_query", "encode_document"}
+_OF_USERS = frozenset(vars(_OfEveryClass)) | {"__init__", "encode", "encode_query", "encode_document"}
 
 # Only modules that mask padding read the model's states.
 _states_are_masked: ContextVar[bool] = ContextVar("fastgen_masked_states", default=False)
@@ -57,6 +66,7 @@ def _pools(model: Any) -> bool:
         and not _reads_padding(modules[0], modules[1])
         and set(kinds[2:]) <= set(_OF_VECTORS)
         and all(getattr(each, "module_input_name", _VECTOR) == _VECTOR for each in modules[2:])
+        and all(map(runs_own_forward, (model, *modules)))
         and not any(module._forward_hooks or module._forward_pre_hooks for module in (model, *modules))
     )
 
