@@ -44,7 +44,7 @@ def drop_former_forward(module: nn.Module, former: object) -> None:
     function: accelerate, removing its hooks, has left it there.
     """
     if has_former_forward(module, former):
-        del vars(module)["forward"]
+        vars(module).pop("forward", None)  # another thread may have dropped it meanwhile
 
 
 def has_former_forward(module: nn.Module, former: object) -> bool:
