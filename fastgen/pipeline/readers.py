@@ -135,7 +135,8 @@ class JsonLinesSource(FileSource):
         self._stream = self._parsed()
         self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
         if all(row.problem for row in self._peeked):  # they are reported with the others, as rows without a text
-            self._peeked += _up_to_readable(self._stream)
+            behind = _up_to_readable(self._stream)  # rows of a file are read again, so that few need to be kept
+            self._peeked += behind if name == STANDARD_STREAM else (row for row in behind if not row.problem)
         self.has_rows = bool(self._peeked)
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
