@@ -93,7 +93,7 @@ def has_former_forward(module: nn.Module, former: object) -> bool:
 def drop_former_forward(module: nn.Module, former: object) -> None:
     """Drops such an attribute, which accelerate, removing its hooks, has left there."""
     if has_former_forward(module, former):
-        del vars(module)["forward"]
+        vars(module).pop("forward", None)  # another thread may have dropped it meanwhile
 
 
 def is_plain(

@@ -88,10 +88,6 @@ class ContinuousBatches:
         """Number of occupied slots."""
         return sum(step.rows for step in list(self._in_use))  # copied, because other threads ask, too
 
-    @property
-    def _own_may_go_on(self) -> bool:
-        return any(own.may_go_on for own in self._own)
-
     def runs_in(self, thread: Any) -> bool:
         """Whether a request runs in this thread, other than the executor's own, while the executor waits for it."""
         return any(own.thread is thread for own in list(self._own))
@@ -99,10 +95,11 @@ class ContinuousBatches:
     def stats(self) -> dict[str, Any]:
         """Returns the executor's part of `Engine.stats`."""
         has_slots = self.has_slots
-        why = "requests enter and leave while others go on" if has_slots else models.what_shares_a_call(self.model)
         return {
             "executor": "slots" if has_slots else "static batches",
-            "why": why,
+            "why": "requests enter and leave while others go on"
+            if has_slots
+            else models.what_shares_a_call(self.model),
             "alone": dict(self.alone),
             "slots": self.most_rows,
             "busy": self.busy,
@@ -116,7 +113,7 @@ class ContinuousBatches:
     def choose(self, waiting: list[Request]) -> list[Request]:
         """Takes the requests that run next from the list: the first and others of its call; none if it must wait."""
         free = self.most_rows - self.busy
-        if waiting[0].rows > free or self._again or self._own_may_go_on:
+        if waiting[0].rows > free or self._again or any(own.may_go_on for own in self._own):
             return []
         is_time = self._arrivals.has_come(free, len(waiting) * waiting[0].rows, bool(self._running))
         return self._chosen(waiting, free) if is_time else []
@@ -208,7 +205,7 @@ class ContinuousBatches:
                 self._advance(step)
             self._make_room()
             most = _SHARED_TURN if graph.is_wanted(self._inside.device) else _TURN
-            if self._own_may_go_on or time.monotonic() - begin > most:
+            if any(own.may_go_on for own in self._own) or time.monotonic() - begin > most:
                 return  # after a step, and before asking for the next requests, which affects the counts
             requests = self._next(more)
 

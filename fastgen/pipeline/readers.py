@@ -152,10 +152,8 @@ class JsonLinesSource(FileSource):
         self._stream = self._parsed()
         self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
         if all(row.problem for row in self._peeked):  # they are reported with the others, as rows without a text
-            for row in self._stream:
-                self._peeked.append(row)
-                if not row.problem:
-                    break
+            behind = _up_to_readable(self._stream)  # rows of a file are read again, so that few need to be kept
+            self._peeked += behind if name == STANDARD_STREAM else (row for row in behind if not row.problem)
         self.has_rows = bool(self._peeked)
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
@@ -171,6 +169,14 @@ class JsonLinesSource(FileSource):
     def _parsed(self) -> Iterator[Row]:
         for row in super().rows():
             yield row if row.problem else _json_row(row.line, row.fields["text"])
+
+
+def _up_to_readable(rows: Iterator[Row]) -> Iterator[Row]:
+    """Yields rows up to the first one without a problem, and no row behind it."""
+    for row in rows:
+        yield row
+        if not row.problem:
+            return
 
 
 def _json_row(line: int, text: str) -> Row:

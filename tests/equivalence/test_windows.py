@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -156,6 +158,23 @@ def test_a_failure_of_a_fast_layer_beyond_the_window(monkeypatch: pytest.MonkeyP
     assert fallbacks().pop(BEYOND) == 1 and "planted" in " ".join(fallbacks())
 
 
+def test_a_users_cache_beyond_the_window_is_not_filled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library's loop has stored in it could not be undone, so no layer that may fail has a faster form."""
+    _record_never(monkeypatch)
+    family = FAMILIES["mistral-short-window"]
+    model, inputs = family.build(), family.make_inputs(1, LONG, padding=None)
+    product, calls = FloatLinear.__call__, itertools.count(1)
+
+    def fails(*given: Any) -> torch.Tensor:
+        if next(calls) == 10:
+            raise RuntimeError("planted")
+        return product(*given)
+
+    monkeypatch.setattr(FloatLinear, "__call__", fails)
+    near_ties.check(lambda: _behind_a_filled_cache(model, inputs, 30, {"max_new_tokens": 3}))
+    assert fallbacks() == {BEYOND: 1} and next(calls) == 1
+
+
 def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     need_programs(device, monkeypatch)
     _record_never(monkeypatch)
@@ -163,6 +182,24 @@ def test_a_filled_cache_without_a_captured_step(device: torch.device, monkeypatc
     model, inputs = family.build(), family.make_inputs(1, LONG, padding=None)
     for options in ({}, {"num_beams": 2, "max_new_tokens": 8}):
         near_ties.check(lambda options=options: _behind_a_filled_cache(model, inputs, 43, options))
+
+
+def test_the_window_is_that_of_the_layers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-Neo's layers do not read the config again, and a user may replace their masks."""
+    need_programs(device, monkeypatch)
+    family = FAMILIES["gpt-neo"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2, LONG)
+    masks = [block.attn.attention.bias for block in model.transformer.h]
+    model.config.window_size = 3
+    check(model, inputs, NEW)
+    for mask in masks:
+        mask.triu_(-4)
+    check(model, inputs, NEW)
+    assert captures() == 2
+    for mask in masks:
+        mask[..., 0] = True
+    check(model, inputs, NEW)
+    assert captures() == 2 and list(reasons()) == ["a mask of a layer that is no sliding window"]
 
 
 def test_within_the_window_steps_need_not_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ import json
 import os
 import random
 import sys
+import tracemalloc
 
 import pytest
 
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.readers import PEEK_ROWS
+from fastgen.pipeline.readers import PEEK_ROWS, JsonLinesSource
 from tests.pipeline.reading import TEXTS, bad_kinds, inputs, read, write, write_parquet
 
 
@@ -65,6 +66,19 @@ def test_many_bad_lines_before_the_first_good_one(tmp_path, monkeypatch, name, w
     found = read(name if name == "-" else tmp_path / name, input_format="jsonl", **wanted)
     assert len(bad_kinds(found)) == PEEK_ROWS + 8 and len(found) == PEEK_ROWS + 10
     assert [record.text for record in found if not record.problem] == ["one", "two"]
+
+
+def test_bad_lines_of_a_file_are_not_kept(tmp_path):
+    """They may be gigabytes: a text that is named like JSON lines."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"no JSON\n" * 20_000 + b'{"text": "one"}\n')
+    tracemalloc.start()
+    try:
+        source = JsonLinesSource(str(path))
+        assert source.columns == ["text"] and tracemalloc.get_traced_memory()[0] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(list(source.rows())) == 20_001
 
 
 def test_a_parquet_file_with_a_column_twice(tmp_path):

@@ -120,7 +120,7 @@ def _special_models() -> list[Patch]:
 def _encoders() -> list[Patch]:
     """Returns the patches of encoders: of a model's call, its layers, and their attention function."""
     library, text = "transformers.modeling_utils", "sentence_transformers"
-    call, layers = (f"{__name__}.encoders.{name}" for name in ("call", "unpadded_forward"))
+    call, layers, sentences = (f"{__name__}.encoders.{name}" for name in ("call", "unpadded_forward", "sentences"))
     interface = has("attn_implementation default")
     transformer = f"{text}.base.modules.transformer"
     return [
@@ -129,10 +129,10 @@ def _encoders() -> list[Patch]:
         Patch(
             f"{text}.sentence_transformer.model",
             "SentenceTransformer.encode",
-            f"{call}:encode",
+            f"{sentences}:encode",
             has("output_value"),
         ),
-        Patch(transformer, "Transformer.forward", f"{call}:forward", has("features")),
+        Patch(transformer, "Transformer.forward", f"{sentences}:forward", has("features")),
         *(
             _hook(f"models.{module}", f"{name}.forward", "encoders.unpadded_forward:stack", has(" ".join(given)))
             for (module, name), (_, given) in STACKS.items()

@@ -148,12 +148,14 @@ class Call:
         return self.cache_is_the_users or (self._returns_cache and not self.cache_is_dropped)
 
     def decline(self, reason: str) -> None:
-        """Makes this call continue with the original code. Beyond a sliding window, layers keep their faster forms."""
+        """Makes this call continue with the original code. Beyond a sliding window, layers keep their faster forms,
+        unless the cache is the user's: if one failed, what the library has stored there could not be undone.
+        """
         self.accelerated, self.declined = False, True
         self.takes_best = False
         if reason is BEYOND_WINDOW:
-            self.has_intervened = True
-        else:
+            self.has_intervened = not self.cache_is_the_users
+        if reason is not BEYOND_WINDOW or self.cache_is_the_users:
             self._packed.close()
         fall_back(self.model, reason)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fastgen
-from fastgen.optimizer.transformers.encoders import call
+from fastgen.optimizer.transformers.encoders import sentences
 from tests.equivalence.encoder_models import build, texts, tokenizer
 
 LIBRARY = "sentence_transformers.modules"
@@ -47,18 +47,18 @@ def _model(module: str = LIBRARY, side: str = "right", last: str = "Normalize", 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pooling", [{"pooling_mode": "mean"}, {"pooling_mode_mean_tokens": True}])
 def test_pooling_with_a_mask(pooling: dict[str, Any], side: str) -> None:
-    assert call._pools(_model(side=side, **pooling))
+    assert sentences._pools(_model(side=side, **pooling))
 
 
 @pytest.mark.parametrize("pooling", [{"pooling_mode": ("mean", "cls")}, {"pooling_mode_cls_token": True}])
 def test_the_first_column_may_be_padding(pooling: dict[str, Any]) -> None:
-    assert call._pools(_model(**pooling))
-    assert not call._pools(_model(side="left", **pooling))
+    assert sentences._pools(_model(**pooling))
+    assert not sentences._pools(_model(side="left", **pooling))
 
 
 @pytest.mark.parametrize("changed", [{"module": "users"}, {"last": "Attention"}])
 def test_code_of_others_may_read_padding(changed: dict[str, str]) -> None:
-    assert not call._pools(_model(**changed))
+    assert not sentences._pools(_model(**changed))
 
 
 @pytest.mark.parametrize("name", ["encode", "of_the_users", "forward", "_encode_batch"])
@@ -67,8 +67,20 @@ def test_a_class_of_the_users(name: str) -> None:
     model = _model()
     kind = type(model)
     kind.forward = kind._encode_batch = kind.encode = lambda self: None
-    model.__class__ = type("Mine", (kind,), {name: lambda self: None, "__init__": lambda self: None})
-    assert call._pools(model) == (name in ("encode", "of_the_users"))
+    own = {name: lambda self: None, "__init__": lambda self: None, "__annotations__": {"of_the_users": int}}
+    model.__class__ = type("Mine", (kind,), own)
+    assert sentences._pools(model) == (name in ("encode", "of_the_users"))
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, 2])
+def test_a_forward_pass_of_the_users(number: int | None) -> None:
+    """Which a constructor or an `encode` of theirs may have set."""
+    model = _model()
+    changed = model if number is None else list(model.children())[number]
+    changed.forward = changed.forward  # type: ignore[method-assign]
+    assert sentences._pools(model)
+    changed.forward = lambda features: features  # type: ignore[method-assign,assignment]
+    assert not sentences._pools(model)
 
 
 @pytest.fixture
@@ -179,6 +191,21 @@ def test_a_subclass_with_an_encode_of_its_own(library: Any, tmp_path: Any) -> No
     mine = Mine(modules=list(model.children()), device="cpu")
     _assert_close(*_both(mine, texts(LENGTHS)))
     assert _counted() == (BATCHES, [])
+
+
+def test_a_subclass_that_reads_padding(library: Any, tmp_path: Any) -> None:
+    class Mine(library.SentenceTransformer):
+        def __init__(self, *parts: Any, **options: Any) -> None:
+            super().__init__(*parts, **options)
+            self.forward = self.mean_with_padding
+
+        def mean_with_padding(self, features: Any, **options: Any) -> Any:
+            found = self[0](features)
+            return {**found, "sentence_embedding": found["token_embeddings"].mean(1)}
+
+    model = _vectors(library, _folder(tmp_path, "Bert"))
+    _assert_close(*_both(Mine(modules=list(model.children()), device="cpu"), texts(LENGTHS)))
+    assert _counted() == (0, [READS_PADDING])
 
 
 def test_states_of_tokens(library: Any, tmp_path: Any) -> None:

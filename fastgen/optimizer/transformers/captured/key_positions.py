@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastgen import releases
 from fastgen.decoding.captured.capturable import SymbolicLength
-from fastgen.decoding.kv.view import KVView
+from fastgen.decoding.kv.view import CannotBeCaptured, KVView
 from fastgen.optimizer.transformers.cache_layers import StepCache
 from fastgen.optimizer.transformers.capturable import GPT_NEO, MPT, class_of
 
@@ -27,10 +27,20 @@ _BUCKETS = "_fastgen_buckets"
 
 
 def windows(model: Any, of_cache: list[int | None]) -> list[int | None]:
-    """Returns the sliding window of each layer. The library's cache does not know those of GPT-Neo."""
+    """Returns the sliding window of each layer. The library's cache does not know those of GPT-Neo, whose layers have
+    made masks from the config, [1, 1, positions, positions], and do not read it again.
+    """
     if class_of(model) != GPT_NEO:
         return of_cache
-    return [model.config.window_size if kind == "local" else None for kind in model.config.attention_layers]
+    return [_window_in(block.attn.attention.bias[0, 0, -1]) for block in model.transformer.h]
+
+
+def _window_in(last: Tensor) -> int | None:
+    """Returns how many positions the last row of a mask lets through; None for all."""
+    count = int(last.count_nonzero())
+    if not bool(last[len(last) - count :].all()):
+        raise CannotBeCaptured("a mask of a layer that is no sliding window")
+    return count if count < len(last) else None
 
 
 def most_positions(model: Any) -> int | None:
