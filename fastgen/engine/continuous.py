@@ -38,6 +38,7 @@ _BREATH = 0.001
 # A request begins again at most this many times after a step has failed or the model has changed; then it fails.
 _MOST_FAILURES = 2
 COUNTED = "steps row_steps busy_row_steps batches rows tokens repeated preempted drafted_tokens accepted_tokens".split()
+IN_SLOTS = "requests enter and leave while others go on"
 DECLINED = "a call that does not enter slots"
 CHANGED = "the model has changed while the request ran: its weights, modules, adapters or training mode"
 
