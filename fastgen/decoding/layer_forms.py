@@ -194,6 +194,10 @@ class QuantizedLinear(_LinearForm):
             return None
         return weight.number
 
+    def is_like(self, other: QuantizedLinear) -> bool:
+        """Whether it serves what another form of the same layer serves. `model.half()` keeps layers and parameters."""
+        return (self.form, self._dtype, self._device) == (other.form, other._dtype, other._device)
+
     def begin_call(self) -> None:
         """Invalidates copies that were made before. Products that are running are not disturbed."""
         self._since = cache.now()

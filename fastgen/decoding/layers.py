@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastgen import caches, counters, settings
 from fastgen.decoding import half_precision, library_code, norms
 from fastgen.decoding.layer_forms import FloatLinear, FunctionForm, QuantizedLinear, Replacement, weight_of
-from fastgen.decoding.modules import is_plain, modules_of, runs_own_forward
+from fastgen.decoding.modules import device_of, is_plain, modules_of, runs_own_forward
 from fastgen.decoding.weights import formats
 from fastgen.interrupts import undoing
 from fastgen.ops.half_precision import HALF, is_slow
@@ -177,12 +177,14 @@ class FastLayers:
             if replacement is None:
                 continue
             former = self._kept.get(module)
-            if type(former) is type(replacement) is QuantizedLinear and former.form is replacement.form:
+            if type(former) is type(replacement) is QuantizedLinear and former.is_like(replacement):
                 replacement = former
             replacement.active = True
             self._installed[module] = replacement  # noted first, so that it is removed in any case
             vars(module)["forward"] = replacement
         self._kept = {}
+        if model is not None and not self._quantized_layers():
+            _tell_of_no_layers(model)
 
     def _quantized_layers(self) -> list[QuantizedLinear]:
         return [layer for layer in self._installed.values() if type(layer) is QuantizedLinear]
@@ -252,6 +254,14 @@ def precision_on(device: torch.device) -> str:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
     return "fp32"
+
+
+def _tell_of_no_layers(model: nn.Module) -> None:
+    """Counts a call in which a requested precision changes no layer. Without kernels that has been counted."""
+    wanted = settings.current().weight_dtype
+    if wanted != "fp32" and formats.unavailable(wanted, device_of(model)) is None:
+        reason = f"the model has no linear layer of at least {min(MIN_WEIGHT, MIN_NARROW)} weights that it serves"
+        counters.count_not_used(f"{wanted} weights", reason)
 
 
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
