@@ -214,7 +214,15 @@ def acceleration(stats: Mapping[str, Any], entry_point: str) -> str:
     outcome = Outcome.of(stats, entry_point)
     if not (outcome.accelerated or outcome.reasons):
         return f"not accelerated: {_NOT_COUNTED.get(entry_point, _NOT_CALLED)}"
-    return str(outcome)
+    return "; ".join([str(outcome), *_unused_weights(stats)])
+
+
+def _unused_weights(stats: Mapping[str, Any]) -> list[str]:
+    """Returns why no layer had the weights that `--weight-dtype` asks for."""
+    entries = {name: entry for name, entry in stats.items() if name.endswith(" weights") and not entry["accelerated"]}
+    return [
+        f"no {name}: {'; '.join([*entry['fallback'], *entry.get('not used', {})])}" for name, entry in entries.items()
+    ]
 
 
 def speed(report: RunReport, unit: str, more: str = "", behind: str = "") -> str:
