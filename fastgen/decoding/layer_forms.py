@@ -63,14 +63,16 @@ class Replacement:
 
     Attributes:
         active: the model generates. If a user has wrapped this `forward` meanwhile, the wrapper keeps it.
+        holders: what uses this form: more than one if models share the layer, and generate at the same time.
     """
 
-    __slots__ = ("_module", "_plain", "active")
+    __slots__ = ("_module", "_plain", "active", "holders")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._plain = module.forward
         self.active = True
+        self.holders: set[object] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model made meanwhile has the ordinary forward pass of its own layer.

@@ -177,8 +177,9 @@ class FastLayers:
             if replacement is None:
                 continue
             former = self._kept.get(module)
-            if type(former) is type(replacement) is QuantizedLinear and former.is_like(replacement):
-                replacement = former
+            if type(former) is type(replacement) is QuantizedLinear and not replacement.holders:
+                replacement = former if former.is_like(replacement) else replacement
+            replacement.holders.add(self)
             replacement.active = True
             self._installed[module] = replacement  # noted first, so that it is removed in any case
             vars(module)["forward"] = replacement
@@ -192,8 +193,11 @@ class FastLayers:
     def _replacement(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         if not runs_own_forward(module):
             own = vars(module)["forward"]
-            if type(own) is QuantizedLinear and settings.current().packed_weights != "keep":
-                own.begin_call()  # of another model that shares this layer, and generates at the moment
+            if type(own) is QuantizedLinear:  # of another model that shares this layer, and generates at the moment
+                if settings.current().packed_weights != "keep":
+                    own.begin_call()
+                if _is_asked_for(own.form):
+                    return own  # which stays when the other model is done
             return None  # set by other code, such as an adapter or a hook
         if not library_code.is_own(type(module).forward):
             return None
@@ -233,9 +237,12 @@ class FastLayers:
         layers = self._quantized_layers()
         for precision in {layer.form.name for layer in layers if layer.used}:
             counters.count_accelerated(f"{precision} weights")
-        for layer in layers:
-            layer.end_call()
         for module, replacement in self._installed.items():
+            replacement.holders.discard(self)
+            if replacement.holders:  # another model that shares the layer generates
+                continue
+            if type(replacement) is QuantizedLinear:
+                replacement.end_call()
             replacement.active = False
             if vars(module).get("forward") is replacement:
                 del module.forward
@@ -254,6 +261,11 @@ def precision_on(device: torch.device) -> str:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
     return "fp32"
+
+
+def _is_asked_for(form: formats.Format) -> bool:
+    now = settings.current()
+    return now.weight_dtype != "fp32" and form is formats.low_bit(now.weight_dtype, now.weight_group_size)
 
 
 def _tell_of_no_layers(model: nn.Module) -> None:

@@ -202,6 +202,25 @@ def test_a_model_changes_its_type_while_weights_are_kept(packed: list[str]) -> N
     assert fastgen.stats() == {"int8 weights": {"accelerated": 4, "fallback": {}}}
 
 
+@pytest.mark.parametrize("mode", ["call", "keep"])
+def test_models_that_share_a_layer(precision: str, mode: str) -> None:
+    """The one that ends first leaves the other its low-bit weights."""
+    fastgen.enable(packed_weights=mode)
+    shared, x = nn.Linear(128, 40), torch.randn(3, 128)
+    model, other = nn.Sequential(shared), nn.Sequential(shared, nn.ReLU())
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        rounded = model(x)
+    for _ in range(2):
+        first, second = FastLayers.of(model, KINDS), FastLayers.of(other, KINDS)
+        first.__enter__()
+        with second:
+            assert torch.equal(model(x), rounded)
+            first.__exit__(None, None, None)
+            assert torch.equal(other(x), rounded.relu()) and not torch.equal(rounded, expected)
+        assert torch.equal(model(x), expected) and "forward" not in vars(shared)
+
+
 def test_switching_in_the_middle_of_a_call(precision: str, packed: list[str]) -> None:
     model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
