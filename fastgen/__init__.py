@@ -95,7 +95,10 @@ def enable(
         ValueError: a value is invalid, or two values contradict each other.
     """
     given = settings.renamed({name: value for name, value in locals().items() if value is not None})
-    settings.change(**given, explicit=settings.current().explicit | given.keys())
+    before = settings.current()
+    now = settings.change(**given, explicit=before.explicit | given.keys())
+    if before.kept_weights not in (None, now.kept_weights):
+        memory.free_all()  # otherwise a model that never generates again would hold its copies
     _patches.enable()
 
 

@@ -1,4 +1,4 @@
-"""What `fastgen.status()` and `python -m fastgen` say: versions, patches, operators, an own check."""
+"""What `fastgen.status()`, `python -m fastgen` and the commands say: versions, patches, operators, an own check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -255,3 +255,11 @@ def line() -> tuple[str, bool]:
         without = f", without compiled operators ({missing})" if missing else ""
         return f"FastGen accelerates here{without}: {release}, {found.detail}", True
     return f"FastGen does NOT accelerate here: {release}, {found.detail}", False
+
+
+def unused_weights(stats: Mapping[str, Any]) -> list[str]:
+    """Returns why no layer had the weights that `--weight-dtype` asks for."""
+    entries = {name: entry for name, entry in stats.items() if name.endswith(" weights") and not entry["accelerated"]}
+    return [
+        f"no {name}: {'; '.join([*entry['fallback'], *entry.get('not used', {})])}" for name, entry in entries.items()
+    ]

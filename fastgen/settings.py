@@ -124,6 +124,12 @@ class Settings:
         if self.weight_dtype != "fp32" and self.packed_weights == "never":
             raise ValueError(f"weight_dtype {self.weight_dtype} needs packed weights: packed_weights must not be never")
 
+    @property
+    def kept_weights(self) -> tuple[str, int] | None:
+        """The type and group size of copies that outlive a call, or None."""
+        is_kept = self.weight_dtype != "fp32" and self.packed_weights == "keep"
+        return (self.weight_dtype, self.weight_group_size) if is_kept else None
+
     @classmethod
     def from_environment(cls) -> Settings:
         """Returns the settings that the environment variables named above ask for."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastgen import patching
 from fastgen.counters import ENCODER, Drafts, Outcome
+from fastgen.report import unused_weights
 
 if TYPE_CHECKING:
     from fastgen.pipeline import RunReport
@@ -220,7 +221,7 @@ def acceleration(stats: Mapping[str, Any], entry_point: str) -> str:
     outcome = Outcome.of(stats, entry_point)
     if not (outcome.accelerated or outcome.reasons):
         return f"not accelerated: {_NOT_COUNTED.get(entry_point, _NOT_CALLED)}"
-    return str(outcome)
+    return "; ".join([str(outcome), *unused_weights(stats)])
 
 
 def speed(report: RunReport, unit: str, more: str = "", behind: str = "") -> str:

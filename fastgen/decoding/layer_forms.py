@@ -90,12 +90,6 @@ def has_former_forward(module: nn.Module, former: object) -> bool:
     return type(own) is MethodType and own.__self__ is module and own.__func__ is former
 
 
-def drop_former_forward(module: nn.Module, former: object) -> None:
-    """Drops such an attribute, which accelerate, removing its hooks, has left there."""
-    if has_former_forward(module, former):
-        vars(module).pop("forward", None)  # another thread may have dropped it meanwhile
-
-
 def is_plain(
     module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu", *, dimensions: int = 2
 ) -> bool:
@@ -127,14 +121,16 @@ class Replacement:
 
     Attributes:
         active: the model generates. If a user has wrapped this `forward` meanwhile, the wrapper keeps it.
+        holders: what uses this form: more than one if models share the layer, and generate at the same time.
     """
 
-    __slots__ = ("_module", "_plain", "active")
+    __slots__ = ("_module", "_plain", "active", "holders")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._plain = module.forward
         self.active = True
+        self.holders: set[object] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model made meanwhile has the ordinary forward pass of its own layer.
@@ -257,6 +253,10 @@ class QuantizedLinear(_LinearForm):
         if parameter is None or weight is None or not weight.is_of(parameter):
             return None
         return weight.number
+
+    def is_like(self, other: QuantizedLinear) -> bool:
+        """Whether it serves what another form of the same layer serves. `model.half()` keeps layers and parameters."""
+        return (self.form, self._dtype, self._device) == (other.form, other._dtype, other._device)
 
     def begin_call(self) -> None:
         """Invalidates copies that were made before. Products that are running are not disturbed."""

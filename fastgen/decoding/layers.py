@@ -184,12 +184,15 @@ class FastLayers:
             if replacement is None:
                 continue
             former = self._kept.get(module)
-            if type(former) is type(replacement) is QuantizedLinear and former.form is replacement.form:
-                replacement = former
+            if type(former) is type(replacement) is QuantizedLinear and not replacement.holders:
+                replacement = former if former.is_like(replacement) else replacement
+            replacement.holders.add(self)
             replacement.active = True
             self._installed[module] = replacement  # noted first, so that it is removed in any case
             vars(module)["forward"] = replacement
         self._kept = {}
+        if model is not None and not self._quantized_layers():
+            _tell_of_no_layers(model)
 
     def _quantized_layers(self) -> list[QuantizedLinear]:
         return [layer for layer in self._installed.values() if type(layer) is QuantizedLinear]
@@ -197,8 +200,11 @@ class FastLayers:
     def _replacement(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         if not runs_own_forward(module):
             own = vars(module)["forward"]
-            if type(own) is QuantizedLinear and settings.current().packed_weights != "keep":
-                own.begin_call()  # of another model that shares this layer, and generates at the moment
+            if type(own) is QuantizedLinear:  # of another model that shares this layer, and generates at the moment
+                if settings.current().packed_weights != "keep":
+                    own.begin_call()
+                if _is_asked_for(own.form):
+                    return own  # which stays when the other model is done
             return None  # set by other code, such as an adapter or a hook
         if not library_code.is_own(type(module).forward):
             return None
@@ -240,9 +246,12 @@ class FastLayers:
         layers = self._quantized_layers()
         for precision in {layer.form.name for layer in layers if layer.used}:
             counters.count_accelerated(f"{precision} weights")
-        for layer in layers:
-            layer.end_call()
         for module, replacement in self._installed.items():
+            replacement.holders.discard(self)
+            if replacement.holders:  # another model that shares the layer generates
+                continue
+            if type(replacement) is QuantizedLinear:
+                replacement.end_call()
             replacement.active = False
             if vars(module).get("forward") is replacement:
                 del module.forward
@@ -266,6 +275,19 @@ def precision_on(device: torch.device) -> str:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
     return "fp32"
+
+
+def _is_asked_for(form: derived_weights.Format) -> bool:
+    now = settings.current()
+    return now.weight_dtype != "fp32" and form is derived_weights.low_bit(now.weight_dtype, now.weight_group_size)
+
+
+def _tell_of_no_layers(model: nn.Module) -> None:
+    """Counts a call in which a requested precision changes no layer. Without kernels that has been counted."""
+    wanted = settings.current().weight_dtype
+    if wanted != "fp32" and derived_weights.unavailable(wanted, device_of(model)) is None:
+        reason = f"the model has no linear layer of at least {min(MIN_WEIGHT, MIN_NARROW)} weights that it serves"
+        counters.count_not_used(f"{wanted} weights", reason)
 
 
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:

@@ -20,10 +20,9 @@ from typing import Any, Generic, TypeVar
 from fastgen import memory
 from fastgen import settings as process_settings
 from fastgen.partition import cheapest
-from fastgen.pipeline.errors import SetupError, one_line
+from fastgen.pipeline.errors import Problem, SetupError, one_line
 from fastgen.pipeline.inputs import Record
 from fastgen.pipeline.layouts import Result
-from fastgen.pipeline.readers import Problem
 
 Output = TypeVar("Output")
 """What a model returns for some rows."""

@@ -1,10 +1,11 @@
-"""The ways in which a run can end early. Every message is one line that a user can act on."""
+"""Why a record is skipped, and the ways in which a run can end early. Every message is one line to act on."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 # Added after a failed write of files that belong to a run with a journal.
 RESUMABLE = "what is done is kept: --resume continues"
@@ -24,6 +25,14 @@ class StrictError(PipelineError):
     """The first bad record under `strict`."""
 
     status = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a record is skipped: a kind, which is a short word for programs, and a message for people."""
+
+    kind: str
+    message: str
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.errors import Problem, SetupError
 from fastgen.pipeline.layouts import Result
-from fastgen.pipeline.readers import LONGEST_TEXT, CsvSource, JsonLinesSource, Problem, Row, Source, open_source
+from fastgen.pipeline.readers import LONGEST_TEXT, CsvSource, JsonLinesSource, Row, Source, open_source
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions
 
 _MISSING = object()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained, one_line
+from fastgen.pipeline.errors import PipelineError, Problem, SetupError, check_installed, explained, one_line
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 
 CHUNK = 1 << 20
@@ -47,14 +47,6 @@ _ENCODINGS = {
     "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff|[^\0]\0\0\0|\0\0\0[^\0]"),
     "UTF-16": re.compile(rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]"),
 }
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Why a record is skipped: a kind, which is a short word for programs, and a message for people."""
-
-    kind: str
-    message: str
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,26 @@ def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: 
         assert sum(near) > (0.5 if precision == "int4" else 0.8) * len(near)
 
 
+def test_weights_that_stay_as_they_are_are_told_of(
+    bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fastgen
+
+    loud = [word for word in FAST if word != "--quiet"]
+    fastgen.reset_stats()
+    assert call(bart, inputs, tmp_path / "used.txt", *loud, "--weight-dtype", "int8") == 0
+    assert "no int8 weights" not in capsys.readouterr().err
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 2**18)
+    fastgen.reset_stats()
+    assert call(bart, inputs, tmp_path / "small.txt", *loud, "--weight-dtype", "int8") == 0
+    told = "; no int8 weights: the model has no linear layer of at least 65536 weights that it serves\n"
+    assert capsys.readouterr().err.endswith(told)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
+    fastgen.reset_stats()
+    assert call(bart, inputs, tmp_path / "slow.txt", *loud, "--weight-dtype", "bf16") == 0
+    assert capsys.readouterr().err.endswith("; no bf16 weights: this processor is not fast\n")
+
+
 def test_what_it_cannot_be(bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(bart, inputs, tmp_path / "out.txt", *FAST, "--weight-dtype", "int2") == 2
     said = capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,21 @@ def test_layers_in_half_precision(precision: str, packed: list[str], dtype: torc
         assert not packed and ((result - expected).norm() / expected.norm()).item() < 0.01
 
 
+def test_a_model_without_layers_that_it_serves_is_told_of(
+    precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 2**18)
+    model, x = model_of_layers(), torch.randn(3, 20)
+    expected = model(x)
+    fastgen.enable(strict=True)
+    with FastLayers.of(model, KINDS):
+        assert torch.equal(model(x), expected)
+    fastgen.enable(strict=False)
+    reason = "the model has no linear layer of at least 65536 weights that it serves"
+    assert not packed
+    assert fastgen.stats() == {f"{precision} weights": {"accelerated": 0, "fallback": {}, "not used": {reason: 1}}}
+
+
 def test_calls_in_which_nothing_is_multiplied_do_not_count(precision: str) -> None:
     fastgen.enable(packed_weights="keep")
     model, x = model_of_layers(), torch.randn(3, 20)
@@ -150,6 +166,58 @@ def test_switching_groups_while_weights_are_kept(packed: list[str]) -> None:
     fastgen.enable(weight_group_size=64)
     assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
     assert packed == ["int4"] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weight_dtype": "fp32"}, {"weight_dtype": "int8"}, {"packed_weights": "call"}, {"weight_group_size": 32}],
+)
+def test_copies_go_when_they_are_no_longer_asked_for(packed: list[str], change: dict[str, Any]) -> None:
+    """Also those of a model that does not generate again."""
+    _skip_without("int4")
+    fastgen.enable(weight_dtype="int4", packed_weights="keep", weight_group_size=64)
+    model = nn.Sequential(nn.Linear(128, 40))
+    with FastLayers.of(model, KINDS):
+        model(torch.randn(3, 128))
+    fastgen.enable(captured_step="auto")
+    assert any(each.copy is not None for each in derived_weights.known())
+    fastgen.enable(**change)
+    assert not any(each.copy is not None for each in derived_weights.known())
+    fastgen.enable(weight_group_size=64)
+
+
+def test_a_model_changes_its_type_while_weights_are_kept(packed: list[str]) -> None:
+    _skip_without("int8")
+    fastgen.enable(weight_dtype="int8", packed_weights="keep")
+    model, x = nn.Sequential(nn.Linear(128, 40)), torch.randn(3, 128)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        model.to(dtype)
+        expected = model(x.to(dtype))
+        with FastLayers.of(model, KINDS):
+            result = model(x.to(dtype))
+        assert result.dtype is dtype and not torch.equal(result, expected)
+        assert ((result - expected).norm() / expected.norm()).item() < 0.03
+    assert packed == ["int8"] * 4
+    assert fastgen.stats() == {"int8 weights": {"accelerated": 4, "fallback": {}}}
+
+
+@pytest.mark.parametrize("mode", ["call", "keep"])
+def test_models_that_share_a_layer(precision: str, mode: str) -> None:
+    """The one that ends first leaves the other its low-bit weights."""
+    fastgen.enable(packed_weights=mode)
+    shared, x = nn.Linear(128, 40), torch.randn(3, 128)
+    model, other = nn.Sequential(shared), nn.Sequential(shared, nn.ReLU())
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        rounded = model(x)
+    for _ in range(2):
+        first, second = FastLayers.of(model, KINDS), FastLayers.of(other, KINDS)
+        first.__enter__()
+        with second:
+            assert torch.equal(model(x), rounded)
+            first.__exit__(None, None, None)
+            assert torch.equal(other(x), rounded.relu()) and not torch.equal(rounded, expected)
+        assert torch.equal(model(x), expected) and "forward" not in vars(shared)
 
 
 def test_switching_in_the_middle_of_a_call(precision: str, packed: list[str]) -> None:

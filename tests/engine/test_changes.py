@@ -12,10 +12,13 @@ import pytest
 import torch
 
 import fastgen
+from fastgen import settings
+from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
 from fastgen.engine import continuous
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
+from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers.captured import slots
 from tests.engine.conftest import (
     PROMPTS,
@@ -81,6 +84,33 @@ def test_what_prompts_share_is_of_the_model_as_it_is(name: str, change: Callable
             assert_as_alone(model, requests, prompts)
         change(model)
     assert executor.prefills.shared_positions or executor.prefills.shared_sources
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_slots_never_multiply_with_a_stale_low_bit_copy(
+    name: str, monkeypatch: pytest.MonkeyPatch, recorded_at_once: None
+) -> None:
+    """The recording for any number of inputs is of the copies, which captured steps no longer look at."""
+    if quantized_linear._missing("int8"):
+        pytest.skip(quantized_linear._missing("int8") or "")
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
+    fastgen.enable(weight_dtype="int8", packed_weights="keep")
+    fastgen.reset_stats()
+    model = copy.deepcopy(BY_NAME[name].build())
+    executor = ContinuousBatches(model, 8)
+    try:
+        for _ in range(3):
+            requests = requests_for(model, PROMPTS)
+            run(executor, requests)
+            with settings.changed(captured_step="never", packed_weights="call"):
+                assert_as_alone(model, requests, PROMPTS)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(-1.3)
+        assert fastgen.stats()["int8 weights"]["accelerated"] and executor.counts["steps"]
+    finally:
+        fastgen.enable(weight_dtype="fp32", packed_weights="call")
 
 
 def test_a_request_behind_a_change_does_not_fail(llama: Any) -> None:

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.pipeline.batches import Batch, Resumed, Rules, Window, cut, plan, split_rows
-from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.errors import Problem, SetupError
 from fastgen.pipeline.inputs import Record
-from fastgen.pipeline.readers import Problem
 from tests.partitions import cuts
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=80)

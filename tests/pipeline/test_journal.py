@@ -10,10 +10,9 @@ import pytest
 
 from fastgen.pipeline import journal as journals
 from fastgen.pipeline.batches import Window
-from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.errors import Problem, SetupError
 from fastgen.pipeline.inputs import Record
 from fastgen.pipeline.journal import VERSION, Journal, line_of
-from fastgen.pipeline.readers import Problem
 
 SETTINGS = {"model": {"weights": "a"}, "generation": {"num_beams": 4, "bad_words_ids": [[1]]}, "seed": 1}
 BAD = Record(1, 2, 1, problem=Problem("empty", "the text is empty")).error()

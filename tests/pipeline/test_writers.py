@@ -12,11 +12,10 @@ import pytest
 
 from fastgen.pipeline import journal
 from fastgen.pipeline.batches import Window
-from fastgen.pipeline.errors import PipelineError, SetupError
+from fastgen.pipeline.errors import PipelineError, Problem, SetupError
 from fastgen.pipeline.generation import RunOptions
 from fastgen.pipeline.inputs import Record
 from fastgen.pipeline.layouts import GENERATION
-from fastgen.pipeline.readers import Problem
 from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, write_json
 from tests.pipeline.children import files_of_at_most
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen import patching, releases
 from fastgen.decoding import unpadding
-from fastgen.decoding.layer_forms import drop_former_forward, has_former_forward, runs_own_forward
+from fastgen.decoding.layer_forms import has_former_forward, runs_own_forward
 from fastgen.optimizer.transformers import row_adapters
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
@@ -137,7 +137,8 @@ def _encode_buckets(
         unpadded = UnpaddedForward(encoder, RIGHT_PADDED, mask.bool(), 0.0, buckets=buckets)
     if not buckets:
         return dict(wrapped(ids, given, model_input_name, config))
-    drop_former_forward(encoder, patching.original_of(type(encoder).forward))
+    if has_former_forward(encoder, patching.original_of(type(encoder).forward)):
+        vars(encoder).pop("forward", None)  # accelerate has left it; another thread may have dropped it meanwhile
     call.has_intervened = True  # until buckets are merged: the library's own encoder call could have returned this
     with patching.held(UnpaddedForward.current, unpadded):
         result = dict(wrapped(ids, given, model_input_name, config))

@@ -21,11 +21,10 @@ from fastgen.pipeline.encoding.loading import (
     prepare_embedder,
 )
 from fastgen.pipeline.encoding.modules import read_modules
-from fastgen.pipeline.errors import explained
+from fastgen.pipeline.errors import Problem, explained
 from fastgen.pipeline.inputs import Record
 from fastgen.pipeline.layouts import Labels, Result, Vectors
 from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
-from fastgen.pipeline.readers import Problem
 from fastgen.pipeline.run import DataRun, Results, RunReport
 from fastgen.pipeline.settings import ClassifyOptions, DataOptions, EmbedOptions
 

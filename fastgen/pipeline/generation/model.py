@@ -14,10 +14,10 @@ from typing import Any
 from fastgen import memory
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import OUT_OF_MEMORY, Batch, BatchResult, BatchStage, Rules, cut, problem_of
+from fastgen.pipeline.errors import Problem
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding
 from fastgen.pipeline.generation.options import RunOptions, captured_drafts
 from fastgen.pipeline.inputs import Record
-from fastgen.pipeline.readers import Problem
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastgen import settings as process_settings
 from fastgen.pipeline.batches import Batch, BatchResult, Window
-from fastgen.pipeline.errors import SetupError, check_installed
+from fastgen.pipeline.errors import Problem, SetupError, check_installed
 from fastgen.pipeline.generation import on_ray
 from fastgen.pipeline.generation.loading import LoadedModel, depends_on_padding, load, prepare
 from fastgen.pipeline.generation.model import RawOutput, batching_of, stage_for
@@ -23,7 +23,6 @@ from fastgen.pipeline.inputs import Record, with_parts
 from fastgen.pipeline.layouts import Generation, Result
 from fastgen.pipeline.memory import USUAL_LENGTH, automatic_batch
 from fastgen.pipeline.postprocess import Outcome, PostprocessJob, PostProcessor, Processor, default_workers
-from fastgen.pipeline.readers import Problem
 from fastgen.pipeline.run import DataRun, Results, RunReport
 
 

@@ -91,7 +91,8 @@ def specialize(model: Any, step: DecodeStep, inputs: int | None = None) -> bool:
         return False
     if not part.is_declined(inputs):
         try:
-            programs = _programs(model, step, inputs, makes=step.key.slots or inputs < batch)
+            with fast_layers(model):  # slots have left them; what is captured of them is a part of the model's state
+                programs = _programs(model, step, inputs, makes=step.key.slots or inputs < batch)
             part.out_of_memory.pop(inputs, None)
         except Exception as error:
             if not memory.is_out(error):
@@ -118,7 +119,7 @@ def _programs(model: Any, step: DecodeStep, inputs: int, makes: bool) -> list[Pr
     for key, follows in _kinds(step.key, step.sizes) if inputs <= MOST else ():
         if not (makes or graph_cache.has_symbolic(model, inputs, key)):
             continue
-        found = graph_cache.symbolic(model, key, inputs, partial(_made, model, step, follows))
+        found = graph_cache.symbolic(model, key, inputs, partial(_recorded, model, step, follows))
         begin = time.perf_counter()
         programs = None if found is None else found.specialize(step, inputs)
         if programs is not None:
@@ -188,12 +189,6 @@ def _record(model: Any, step: DecodeStep, follows: bool) -> list[Recorded]:
     with memory.no_collection():
         pieces = [program.prepared(capturable(run), scratch=scratch) for run, _ in step.pieces(model)]
     return [Recorded(prepared, step.key.batch, buffers, growing) for prepared in pieces]
-
-
-def _made(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
-    """Calls `_recorded` with the faster form of the model's layers, which slots leave once their step is captured."""
-    with fast_layers(model):
-        return _recorded(model, step, follows)
 
 
 def _recorded(model: Any, step: DecodeStep, follows: bool) -> SymbolicStep | None:
