@@ -275,8 +275,6 @@ def why_by_itself(model: Any) -> str | None:
 
 # Names in configurations for the number of positions of a decoder, and of an encoder: the first that exists counts.
 _POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_position_embeddings")
-
-
 _SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
 
 
