@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import csv
+import dataclasses
 import itertools
 import os
 import shlex
@@ -13,19 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastgen import patching
+import fastgen
+from fastgen import __version__, patching
 from fastgen.counters import ENCODER, Drafts, Outcome
 from fastgen.report import unused_weights
 
 if TYPE_CHECKING:
     from fastgen.pipeline import RunReport
     from fastgen.pipeline.run import DataRun
-import argparse
-import csv
-import dataclasses
-
-import fastgen
-from fastgen import __version__
 
 DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
 

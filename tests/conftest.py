@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import logging
+import math
 import os
 import random
 import shutil
@@ -87,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     - By default a few cases run that have each value of each parameter among them. Names that one `parametrize` gives
       together are one parameter.
-    - With `sampled(n)`, one case in n runs: with `sampled(1)` the whole grid.
+    - With `sampled(n)`, one case in n runs, those with most values first: with `sampled(1)` the whole grid.
     - A case of whose parameters `sampled(skips=...)` is true counts for nothing, as it would be skipped.
 
     Names of cases decide which of them run, so every run and every process has the same ones. A case named on the
@@ -105,10 +106,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skips = marker.kwargs.get("skips") if marker else None
         run = [case for case in cases if _runs(case) and not (skips and skips(case.callspec.params))]
         run.sort(key=lambda case: zlib.crc32(case.name.encode()))
-        stay = set(run[:: marker.args[0]] if marker and marker.args else _with_each_value(run))
-        for case in run if skips is None else cases:
-            if case not in stay:
-                case.add_marker("long")
+        stay = _with_each_value(run)
+        if marker and marker.args:
+            others = [case for case in run[:: marker.args[0]] if case not in stay]
+            stay = (stay + others)[: math.ceil(len(run) / marker.args[0])]
+        left_out = set(run if skips is None else cases).difference(stay)
+        for case in left_out:
+            case.add_marker("long")
 
 
 def _runs(case: pytest.Item) -> bool:

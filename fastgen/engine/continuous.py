@@ -22,10 +22,9 @@ from fastgen.engine.calls import OwnGenerate, call, written
 from fastgen.engine.planning import Arrivals, Costs, Drafts, Entered, ExceedsBudget, KVBudget, next_batch
 from fastgen.engine.prefills import Prefills
 from fastgen.engine.requests import Request
-from fastgen.optimizer.transformers.captured import slots
 from fastgen.optimizer.transformers.captured.entering_decoding import EnteringDecoding, Kind
 from fastgen.optimizer.transformers.captured.pays import is_repeatable
-from fastgen.optimizer.transformers.captured.slots import Slot, Slots
+from fastgen.optimizer.transformers.captured.slots import Slot, Slots, running
 from fastgen.optimizer.transformers.entering import entering
 
 # At most this many kinds of steps run, one after the other. Beyond that, a request of another kind is a static batch.
@@ -38,7 +37,6 @@ _BREATH = 0.001
 # A request begins again at most this many times after a step has failed or the model has changed; then it fails.
 _MOST_FAILURES = 2
 COUNTED = "steps row_steps busy_row_steps batches rows tokens repeated preempted drafted_tokens accepted_tokens".split()
-IN_SLOTS = "requests enter and leave while others go on"
 DECLINED = "a call that does not enter slots"
 CHANGED = "the model has changed while the request ran: its weights, modules, adapters or training mode"
 
@@ -95,12 +93,9 @@ class ContinuousBatches:
 
     def stats(self) -> dict[str, Any]:
         """Returns the executor's part of `Engine.stats`."""
-        has_slots = self.has_slots
         return {
-            "executor": "slots" if has_slots else "static batches",
-            "why": "requests enter and leave while others go on"
-            if has_slots
-            else models.what_shares_a_call(self.model),
+            "executor": "slots" if self.has_slots else "static batches",
+            "why": models.what_runs_together(self.model),
             "alone": dict(self.alone),
             "slots": self.most_rows,
             "busy": self.busy,
@@ -177,7 +172,7 @@ class ContinuousBatches:
         if self._running or (requests and not self._runs_static(requests[0])):
             with contextlib.ExitStack() as turn:
                 try:
-                    turn.enter_context(slots.running(self._inside.device))
+                    turn.enter_context(running(self._inside.device))
                 except CannotBeCaptured as error:
                     self._do_without_turn(requests, error)
                 else:

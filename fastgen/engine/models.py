@@ -202,8 +202,10 @@ def has_slots(model: Any) -> bool:
     return is_served and alone_for_model(model) is None
 
 
-def what_shares_a_call(model: Any) -> str:
-    """Says, in a sentence, which requests of a model share a static batch."""
+def what_runs_together(model: Any) -> str:
+    """Says, in a sentence, which requests of a model run in slots, or share a static batch."""
+    if has_slots(model):
+        return "requests enter and leave while others go on"
     reason = alone_for_model(model) or why_by_itself(model_inside(model))
     if reason is not None:
         return f"each request has a call of its own: {reason}"
@@ -275,8 +277,6 @@ def why_by_itself(model: Any) -> str | None:
 
 # Names in configurations for the number of positions of a decoder, and of an encoder: the first that exists counts.
 _POSITIONS = ("max_decoder_position_embeddings", "max_target_positions", "max_position_embeddings")
-
-
 _SOURCE_POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings")
 
 

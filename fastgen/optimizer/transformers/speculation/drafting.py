@@ -277,7 +277,7 @@ class Drafting:
         number = next((n for n in range(len(processors), 0, -1) if not processors[n - 1].reads_scores_alone), 0)
         if number:
             positions = [self._processed_at(logits[:, at], at, processors[:number]) for at in range(logits.shape[1])]
-            # A single position is not copied, because it may be a greedy LM head (`lm_head_pass`).
+            # A single position is not copied, because it may be a greedy LM head (`fastgen.decoding.lm_head`).
             scores = torch.stack(positions, dim=1) if len(positions) > 1 else positions[0].unsqueeze(1)
         found = scores.flatten(0, 1)
         for processor in processors[number:]:
