@@ -31,6 +31,7 @@ from fastgen.decoding.layers import Replacement
 from fastgen.decoding.library_code import Reached, are_the_same, is_own, modules_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HELD = ("_parameters", "_buffers")
 # Attributes that torch keeps in modules; and types whose values need no copy.
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 _ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -64,13 +65,13 @@ def state_of(model: Any, names: Container[str]) -> ModelState:
     kinds, modes = tuple(map(type, found)), tuple(map(attrgetter("training"), found))
     replaced = [(at, _forward(own["forward"])) for at, own in enumerate(attributes) if "forward" in own]
     forwards = tuple([each for each in replaced if each[1] is not None])
-    settings = tuple(map(describer.settings, attributes))
-    modules = tuple(map(id, found)), kinds, modes, forwards, settings, _hooks(attributes, describer)
-    held = [each for module in found for kept in (module._parameters, module._buffers) for each in kept.values()]
+    settings, hooks = describer.settings(attributes), _hooks(attributes, describer)
+    modules = tuple(map(id, found)), kinds, modes, forwards, settings, hooks
+    held = [each for own in attributes for kept in _HELD for each in own[kept].values()]
     tensors = [each for each in held if each is not None]
     memory = tuple([tuple(map(read, tensors)) for read in _READ])
     code = _code_of(_classes_of(kinds))
-    return ModelState(modules, memory, code, describer.settings(vars(model.config)), _chosen())
+    return ModelState(modules, memory, code, describer.settings([vars(model.config)]), _chosen())
 
 
 def _hooks(attributes: list[dict[str, Any]], describer: _Describer) -> tuple[Hashable, ...]:
@@ -142,18 +143,25 @@ class _Describer:
         self._guarded: dict[tuple[str, ...], tuple[str, ...]] = {}  # names that are guarded, by those of all attributes
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
-    def settings(self, attributes: dict[str, Any]) -> tuple[Hashable, Hashable]:
-        """Returns what a forward pass may read from an object besides modules, parameters and buffers: names, values.
+    def settings(self, owners: Iterable[dict[str, Any]]) -> tuple[Hashable, Hashable]:
+        """Returns what a forward pass may read from objects besides modules, parameters and buffers: names, values.
 
         Users switch adapters, set scales and choose implementations through such attributes.
+
+        Args:
+            owners: the attributes of each object.
         """
-        every = tuple(attributes)
-        guarded = self._guarded.get(every)
-        if guarded is None:
-            guarded = tuple([name for name in every if name not in _OF_TORCH and name in self._names])
-            self._guarded[every] = guarded
-        values = [value if type(value := attributes[name]) in _ATOMS else self.describe(value) for name in guarded]
-        return guarded, tuple(values)
+        names: list[tuple[str, ...]] = []
+        values: list[Any] = []
+        for attributes in owners:
+            every = tuple(attributes)
+            guarded = self._guarded.get(every)
+            if guarded is None:
+                guarded = tuple([name for name in every if name not in _OF_TORCH and name in self._names])
+                self._guarded[every] = guarded
+            names.append(guarded)
+            values += map(attributes.__getitem__, guarded)
+        return tuple(names), tuple([each if type(each) in _ATOMS else self.describe(each) for each in values])
 
     def describe(self, value: Any) -> Any:
         """Copies atoms and the memory layout of tensors, also in collections, and identifies anything else."""
