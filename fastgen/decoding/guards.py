@@ -248,8 +248,8 @@ class GuardedModel:
     _of: weakref.WeakKeyDictionary[Any, GuardedModel] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._known: OrderedDict[GuardedState, GuardedState] = OrderedDict()
-        self._reached: Reached | None = None  # of the state that was found last
+        # By value: the object that stands for a state, and what the model reaches in it. The state found last is last.
+        self._known: OrderedDict[GuardedState, tuple[GuardedState, Reached]] = OrderedDict()
         self._changes = 0  # consecutive checks that have found an unknown state
         self._reason = ""  # why the next calls are not captured
         self._left = self._length = 0  # remaining calls, and length in calls, of the back-off
@@ -267,12 +267,14 @@ class GuardedModel:
         reason = unusual()
         if reason is not None:
             raise CannotBeCaptured(reason)
-        if self._reached is not None and self._reached.hold():
-            state = self._known.get(GuardedState(state_of(model, self._reached.names), self._reached.functions))
-            if state is not None:
-                self._known.move_to_end(state)
+        for reached in dict.fromkeys(each for _, each in reversed(self._known.values())):  # same classes share one
+            if not reached.hold():
+                continue
+            known = self._known.get(GuardedState(state_of(model, reached.names), reached.functions))
+            if known is not None:
+                self._known.move_to_end(known[0])
                 self._changes = self._length = 0
-                return state
+                return known[0]
         return self._new_state(model)
 
     def _new_state(self, model: Any) -> GuardedState:
@@ -284,10 +286,11 @@ class GuardedModel:
             self._known.clear()
             self._back_off(reason, _MOST_CALLS_OF_FOREIGN)
             raise CannotBeCaptured(reason)
-        reached = self._reached = Reached.of(model)
+        reached = Reached.of(model)
         state = GuardedState(state_of(model, reached.names), reached.functions)
         is_new = bool(self._known) and state not in self._known
-        state = self._known.setdefault(state, state)
+        state, _ = self._known.get(state, (state, reached))
+        self._known[state] = state, reached
         self._known.move_to_end(state)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
