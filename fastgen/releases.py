@@ -51,8 +51,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Its names among the arguments and outputs of models, newest first: releases up to 5.23 use one of the others.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# Argument of embeddings: the number of positions before the tokens. Releases up to 5.23 use the second name.
-CACHE_LENGTHS = ("cache_length", "past_key_values_length")
 # For conditions of patches (`patching.has`): a parameter with one of these names.
 TAKES_CACHE = "|".join(CACHE_NAMES[:2])
 

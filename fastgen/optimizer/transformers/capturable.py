@@ -39,8 +39,7 @@ WITHOUT_POSITIONS = frozenset(
     )
 )
 KOSMOS2, GPT_NEO, MPT = "Kosmos2TextForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM"
-# Those that need the hooks of captured/prophetnet.py, captured/key_positions.py and special_models.py, and one of
-# these.
+# Those that need the hooks of captured/key_positions.py and special_models.py, and one of these.
 WITH_HOOKS = {
     "ProphetNetForConditionalGeneration": "ProphetNetNgramSelfAttention.forward",
     GPT_NEO: "GPTNeoSelfAttention._attn",
