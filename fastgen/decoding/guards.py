@@ -31,6 +31,7 @@ from fastgen.decoding.layers import Replacement
 from fastgen.decoding.library_code import Reached, are_the_same, is_own, modules_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HELD = ("_parameters", "_buffers")
 # Attributes that torch keeps in modules; and types whose values need no copy.
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 _ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -64,13 +65,13 @@ def state_of(model: Any, names: Container[str]) -> ModelState:
     kinds, modes = tuple(map(type, found)), tuple(map(attrgetter("training"), found))
     replaced = [(at, _forward(own["forward"])) for at, own in enumerate(attributes) if "forward" in own]
     forwards = tuple([each for each in replaced if each[1] is not None])
-    settings = tuple(map(describer.settings, attributes))
-    modules = tuple(map(id, found)), kinds, modes, forwards, settings, _hooks(attributes, describer)
-    held = [each for module in found for kept in (module._parameters, module._buffers) for each in kept.values()]
+    settings, hooks = describer.settings(attributes), _hooks(attributes, describer)
+    modules = tuple(map(id, found)), kinds, modes, forwards, settings, hooks
+    held = [each for own in attributes for kept in _HELD for each in own[kept].values()]
     tensors = [each for each in held if each is not None]
     memory = tuple([tuple(map(read, tensors)) for read in _READ])
     code = _code_of(_classes_of(kinds))
-    return ModelState(modules, memory, code, describer.settings(vars(model.config)), _chosen())
+    return ModelState(modules, memory, code, describer.settings([vars(model.config)]), _chosen())
 
 
 def _hooks(attributes: list[dict[str, Any]], describer: _Describer) -> tuple[Hashable, ...]:
@@ -142,18 +143,25 @@ class _Describer:
         self._guarded: dict[tuple[str, ...], tuple[str, ...]] = {}  # names that are guarded, by those of all attributes
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
-    def settings(self, attributes: dict[str, Any]) -> tuple[Hashable, Hashable]:
-        """Returns what a forward pass may read from an object besides modules, parameters and buffers: names, values.
+    def settings(self, owners: Iterable[dict[str, Any]]) -> tuple[Hashable, Hashable]:
+        """Returns what a forward pass may read from objects besides modules, parameters and buffers: names, values.
 
         Users switch adapters, set scales and choose implementations through such attributes.
+
+        Args:
+            owners: the attributes of each object.
         """
-        every = tuple(attributes)
-        guarded = self._guarded.get(every)
-        if guarded is None:
-            guarded = tuple([name for name in every if name not in _OF_TORCH and name in self._names])
-            self._guarded[every] = guarded
-        values = [value if type(value := attributes[name]) in _ATOMS else self.describe(value) for name in guarded]
-        return guarded, tuple(values)
+        names: list[tuple[str, ...]] = []
+        values: list[Any] = []
+        for attributes in owners:
+            every = tuple(attributes)
+            guarded = self._guarded.get(every)
+            if guarded is None:
+                guarded = tuple([name for name in every if name not in _OF_TORCH and name in self._names])
+                self._guarded[every] = guarded
+            names.append(guarded)
+            values += map(attributes.__getitem__, guarded)
+        return tuple(names), tuple([each if type(each) in _ATOMS else self.describe(each) for each in values])
 
     def describe(self, value: Any) -> Any:
         """Copies atoms and the memory layout of tensors, also in collections, and identifies anything else."""
@@ -240,8 +248,8 @@ class GuardedModel:
     _of: weakref.WeakKeyDictionary[Any, GuardedModel] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._known: OrderedDict[GuardedState, GuardedState] = OrderedDict()
-        self._reached: Reached | None = None  # of the state that was found last
+        # By value: the object that stands for a state, and what the model reaches in it. The state found last is last.
+        self._known: OrderedDict[GuardedState, tuple[GuardedState, Reached]] = OrderedDict()
         self._changes = 0  # consecutive checks that have found an unknown state
         self._reason = ""  # why the next calls are not captured
         self._left = self._length = 0  # remaining calls, and length in calls, of the back-off
@@ -259,12 +267,14 @@ class GuardedModel:
         reason = unusual()
         if reason is not None:
             raise CannotBeCaptured(reason)
-        if self._reached is not None and self._reached.hold():
-            state = self._known.get(GuardedState(state_of(model, self._reached.names), self._reached.functions))
-            if state is not None:
-                self._known.move_to_end(state)
+        for reached in dict.fromkeys(each for _, each in reversed(self._known.values())):  # same classes share one
+            if not reached.hold():
+                continue
+            known = self._known.get(GuardedState(state_of(model, reached.names), reached.functions))
+            if known is not None:
+                self._known.move_to_end(known[0])
                 self._changes = self._length = 0
-                return state
+                return known[0]
         return self._new_state(model)
 
     def _new_state(self, model: Any) -> GuardedState:
@@ -276,10 +286,11 @@ class GuardedModel:
             self._known.clear()
             self._back_off(reason, _MOST_CALLS_OF_FOREIGN)
             raise CannotBeCaptured(reason)
-        reached = self._reached = Reached.of(model)
+        reached = Reached.of(model)
         state = GuardedState(state_of(model, reached.names), reached.functions)
         is_new = bool(self._known) and state not in self._known
-        state = self._known.setdefault(state, state)
+        state, _ = self._known.get(state, (state, reached))
+        self._known[state] = state, reached
         self._known.move_to_end(state)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)

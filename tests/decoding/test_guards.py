@@ -345,3 +345,18 @@ def test_the_model_is_not_held(way: str) -> None:
     del model
     gc.collect()
     assert gone() is None and state
+
+
+def test_a_model_that_alternates_between_classes_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BY_NAME["llama"].build()
+    guarded, mlp = of_models.GuardedModel.of(model), model.model.layers[0].mlp
+    kinds = nn.SiLU(), nn.GELU()
+    states = []
+    for kind in kinds:
+        mlp.act_fn = kind
+        states.append(guarded.check(model))
+    assert states[0] != states[1]
+    monkeypatch.setattr(guarded, "_new_state", lambda model: pytest.fail("both states are known"))
+    for kind, state in zip(kinds * 2, states * 2, strict=True):
+        mlp.act_fn = kind
+        assert guarded.check(model) is state
