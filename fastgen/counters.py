@@ -105,9 +105,9 @@ def decided(
 def level_of_caller(libraries: tuple[str, ...] = ()) -> int:
     """Returns the `stacklevel` of the first frame outside this package, for a warning in the calling function.
 
-    Skips modules whose names begin with one of `libraries`, too.
+    Skips modules whose names begin with one of `libraries`, too, and what context managers add as decorators.
     """
-    frame, level = sys._getframe(1), 1
+    frame, level, libraries = sys._getframe(1), 1, (*libraries, "contextlib")
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_globals.get("__name__", "").startswith(libraries)
     ):

@@ -250,14 +250,21 @@ class Reached:
     def hold(self) -> bool:
         """Whether none of the functions has been replaced since."""
         try:
-            return all(
-                vars(kind).keys() == before.keys() and are_the_same(list(vars(kind).values()), list(before.values()))
-                for kind, before in self._kinds
-            ) and all(
-                are_the_same(list(map(namespace.get, names)), before) for namespace, names, before in self._spaces
-            )
+            names, values = self._read()
         except RuntimeError:  # another thread has changed a namespace meanwhile
             return False
+        return names == self._before[0] and are_the_same(values, self._before[1])
+
+    def _read(self) -> tuple[list[str], list[Any]]:
+        """Returns all names in the classes, and what these and the watched names of other namespaces are."""
+        names: list[str] = []
+        values: list[Any] = []
+        for kind in self._classes:
+            names += vars(kind)
+            values += vars(kind).values()
+        for scope, watched in self._watched:
+            values += map(scope.get, watched)
+        return names, values
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -308,16 +315,15 @@ class Reached:
 
     def _settle(self) -> None:
         """Notes the present functions, and looks for one that is not the libraries' own."""
-        self._kinds = [(kind, dict(vars(kind))) for kind in self._classes]
         scopes: list[Mapping[str, Any]] = [vars(module) for module in self._modules.values()]
         scopes += [scope for scope in self._globals.values() if not any(scope is each for each in scopes)]
-        watched = [(scope, sorted(self.names.intersection(scope))) for scope in scopes]
-        watched.append((vars(Tensor), sorted(self.names)))  # an inherited method may be overridden later
-        self._spaces = [(scope, names, list(map(scope.get, names))) for scope, names in watched]
-        found = [(kind.__name__, name, each) for kind, own in self._kinds for name, each in own.items()]
+        self._watched = [(scope, sorted(self.names.intersection(scope))) for scope in scopes]
+        self._watched.append((vars(Tensor), sorted(self.names)))  # an inherited method may be overridden later
+        self._before = self._read()
+        found = [(kind.__name__, name, each) for kind in self._classes for name, each in vars(kind).items()]
         found = [each for each in found if isinstance(each[2], _METHODS) or each[1] in self.names]
-        for scope, names, values in self._spaces:
-            found += [(scope.get("__name__", "Tensor"), *each) for each in zip(names, values, strict=True)]
+        for scope, names in self._watched:
+            found += [(scope.get("__name__", "Tensor"), name, scope.get(name)) for name in names]
         self.foreign = next((f"{where}.{name}" for where, name, each in found if _is_foreign(each)), None)
         self.functions = tuple([each if isinstance(each, _ATOMS) else id(each) for *_, each in found])
 
