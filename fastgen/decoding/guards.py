@@ -267,6 +267,7 @@ class GuardedModel:
         reason = unusual()
         if reason is not None:
             raise CannotBeCaptured(reason)
+        # States of the same classes share one.
         for reached in {
             id(each): each for _, each in reversed(self._known.values())
         }.values():  # same classes share one
