@@ -68,7 +68,7 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
     "partial_rotary_factor": 1 / 3, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-_DECODES = {"is_decoder": True}
+_DECODES = {"is_decoder": True, "num_hidden_layers": 3}
 _LATER = [
     _decoder("deepseek-v2", "DeepseekV2", {**_MLA, "v_head_dim": 6, "first_k_dense_replace": 1}),
     _decoder("glm4-moe-lite", "Glm4MoeLite", {**_DEEPSEEK, "v_head_dim": 12, "mlp_layer_types": ["dense", "sparse"]}),
