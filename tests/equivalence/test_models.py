@@ -32,8 +32,8 @@ def test_decoding(family: Family, attention: str, decoding: str) -> None:
     if window_is_exceeded:
         fastgen.enable(strict=False)
     check(family.build(attention), family.make_inputs(), {**DECODING[decoding], **EVERYTHING})
-    assert accelerated() == (0 if window_is_exceeded else 1)
-    assert fallbacks() == ({"more positions than the sliding window": 1} if window_is_exceeded else {})
+    beyond = (0, {"more positions than the sliding window": 1})  # unless a captured step serves it: test_programs.py
+    assert (accelerated(), fallbacks()) in ([beyond, (1, {})] if window_is_exceeded else [(1, {})])
 
 
 @pytest.mark.parametrize(
