@@ -267,20 +267,14 @@ class GuardedModel:
         reason = unusual()
         if reason is not None:
             raise CannotBeCaptured(reason)
-        # States of the same classes share one.
-        for reached in {
-            id(each): each for _, each in reversed(self._known.values())
-        }.values():  # same classes share one
+        for reached in dict.fromkeys(each for _, each in reversed(self._known.values())):  # same classes share one
             if not reached.hold():
                 continue
-            state = GuardedState(state_of(model, reached.names), reached.functions)
-            # Compared, not looked up: the hash of a state takes as long as reading it.
-            known = next((each for each in reversed(self._known) if each == state), None)
+            known = self._known.get(GuardedState(state_of(model, reached.names), reached.functions))
             if known is not None:
-                if known is not next(reversed(self._known)):
-                    self._known.move_to_end(known)
+                self._known.move_to_end(known[0])
                 self._changes = self._length = 0
-                return known
+                return known[0]
         return self._new_state(model)
 
     def _new_state(self, model: Any) -> GuardedState:

@@ -195,8 +195,8 @@ class BeamSearch(Search):
         """Returns the scores of `results`, [inputs * count], float32."""
         return self.scores[inputs, :count].flatten().clone()
 
-    def insert(self, other: Search, source: Tensor | slice, target: slice = slice(None)) -> None:
-        assert isinstance(other, BeamSearch) and isinstance(source, slice), "a search of the same kind"
+    def insert(self, other: Search, source: slice, target: slice = slice(None)) -> None:
+        assert isinstance(other, BeamSearch), "a search of the same kind"
         self._exponents[target] = other._exponents[source]
         super().insert(other, source, target)
         moved = ((target.start or 0) - (source.start or 0)) * self._per_input  # rows are counted over the whole batch

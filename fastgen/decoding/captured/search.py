@@ -224,7 +224,7 @@ class Search:
 
     # ---- inputs that come and go while others continue
 
-    def insert(self, other: Search, source: Tensor | slice, target: slice = slice(None)) -> None:
+    def insert(self, other: Search, source: slice, target: slice = slice(None)) -> None:
         """Has the inputs at `source` in `other`, a search of the same kind and prompt capacity, continue at `target`.
 
         `other` may have more room for new tokens. By default its inputs replace all inputs of this search.
