@@ -246,14 +246,18 @@ def test_no_fallback_with_beams(draft: Callable[[], dict[str, Any]], options: di
 
 
 @pytest.mark.parametrize("loop", [None, fastgen.decode], ids=["hooks", "decode"])
-@pytest.mark.parametrize("draft", ["lookup", "assistant"])
+@pytest.mark.parametrize("draft", ["lookup", "lookup of no tokens", "assistant"])
 def test_beams_leave_a_draft_unused_with_the_librarys_warnings(
     draft: str, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as without FastGen."""
     said: list[str] = []
     monkeypatch.setattr(transformers.generation.configuration_utils.logger, "warning", said.append)
-    made = {"lookup": lambda: {"prompt_lookup_num_tokens": 3}, "assistant": lambda: {"assistant_model": LLAMA.build()}}
+    made = {
+        "lookup": lambda: {"prompt_lookup_num_tokens": 3},
+        "lookup of no tokens": lambda: {"prompt_lookup_num_tokens": 0},
+        "assistant": lambda: {"assistant_model": LLAMA.build()},
+    }
     options = {**BEAM, **made[draft]()}
     with fastgen.disabled():
         run(LLAMA.build(), LLAMA.make_inputs(), options)

@@ -125,7 +125,7 @@ def mode_of_loop(config: Any, assistant: Any = None) -> Any:
     if (config.num_beams or 1) > 1:
         config, assistant = copy.copy(config), None
         for name in _NOT_WITH_BEAMS:
-            if getattr(config, name, None):
+            if getattr(config, name, None) is not None:  # the library takes 0 for a request, too
                 setattr(config, name, None)
     return config.get_generation_mode(assistant)
 
