@@ -34,6 +34,10 @@ def _tokens(name: str) -> Given:
     return KNOWN[name].make_inputs(1, SHORT)
 
 
+def _several(name: str) -> Given:
+    return KNOWN[name].make_inputs(2, SHORT)
+
+
 def _with_embeddings(name: str, rows: int = 1) -> Given:
     model, inputs = made(name, rows)
     return {**inputs, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
@@ -78,6 +82,7 @@ LEFT: dict[str, tuple[str, Callable[[str], Given], Callable[[], Given], tuple[st
     "guidance": ("llama", _tokens, lambda: {"guidance_scale": 1.5}, TWO),
     "a watermark": ("llama", _tokens, _watermark, TWO),
     "a processor with a model": ("llama", _tokens, _processor, TWO),
+    "a model that assists another one": ("llama", _several, lambda: {"is_assistant": True}, TWO),
 }
 
 

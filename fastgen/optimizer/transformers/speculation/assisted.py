@@ -35,7 +35,7 @@ _MODELS = ("assistant_early_exit", "assistant_model")
 OPTIONS = ("prompt_lookup_num_tokens", *_MODELS)
 # Calls with these options are left to the library.
 _NOT_SERVED = (
-    "assistant_tokenizer", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha",
+    "assistant_tokenizer", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha", "is_assistant",
     *releases.ASSISTANCE, *releases.CACHE_NAMES,
 )  # fmt: skip
 # Processors that remember the tokens they were called with.
