@@ -285,9 +285,8 @@ class Reached:
         known = -1
         while known != (known := len(self.names) + len(self._classes) + len(self._visited)):
             for kind in list(self._classes):
-                own = vars(kind)
-                for name in self.names.intersection(own):
-                    self._visit(own[name])
+                for name in self.names.intersection(vars(kind)):
+                    self._visit(vars(kind)[name])
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, FunctionType):
