@@ -14,6 +14,7 @@ one without. All of it ends with PROCESS.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -133,8 +134,28 @@ def _run_for(connection: socket.socket, scripts: dict[str, str]) -> NoReturn:
     connection.close()
     try:
         sys.exit(_run(request, streams, scripts))
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            _end(end.code or 0)
+        raise
     finally:
         gc.unfreeze()  # Triton's bindings print what is not freed in the end
+
+
+def _end(status: int) -> None:
+    """Ends the process as Python does, but without freeing what was imported: that would copy it, for seconds.
+
+    Returns where output cannot be written: what Python says then, it is to say itself.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(status & 0xFF)
 
 
 def _pass_on(lines: Iterable[str], program: int) -> None:
