@@ -74,6 +74,8 @@ _COUNTING = frozenset(
     XLMRobertaForCausalLM XLMRobertaXLForCausalLM
     """.split()
 )
+# No verify has more tokens of a row than this.
+_MOST_VERIFIED = 16
 _PALIGEMMA = "PaliGemmaForConditionalGeneration"
 # The decoder attends to the whole source, whatever mask `generate` is given: Whisper's mask counts the frames of a
 # recording, and an image model may be given a mask of image patches. MusicGen Melody has zeros where there is padding.
@@ -196,6 +198,9 @@ def why_no_drafts(model: Any) -> str | None:
         return "a model with states that cannot go back"
     if special_models.reads_codebooks(model):
         return "rows of tokens that are codebooks"
+    capacity = getattr(text_config(model.config), "expert_capacity", None)
+    if capacity is not None and capacity < _MOST_VERIFIED:
+        return "experts that take fewer tokens of a sequence than a verify has"
     if any(class_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None
