@@ -38,6 +38,7 @@ WITHOUT_POSITIONS = frozenset(
         "Exaone4_5_ForConditionalGeneration",
         "HyperCLOVAXVisionV2ForConditionalGeneration",
         "Kosmos2TextForCausalLM",
+        "Kosmos2_5ForConditionalGeneration",
     )
 )
 KOSMOS2, GPT_NEO, MPT = "Kosmos2TextForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM"

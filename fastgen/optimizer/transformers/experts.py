@@ -6,6 +6,7 @@ expert on the device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,15 +117,14 @@ def switch_transformers(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs
     return torch.zeros_like(x).index_copy_(0, order, found.to(x.dtype))
 
 
-def _are_alike(layers: Sequence[tuple[nn.Module, ...]]) -> bool:
+def _are_alike(layers: Sequence[tuple[Any, ...]]) -> bool:
     """Whether the layers of all experts are linear ones, of the same types, which only multiply by their weight."""
-    of_each = [
-        tuple((layer.weight.dtype, layer.weight.shape) for layer in each if _is_a_product(layer)) for each in layers
-    ]
-    return len(set(of_each)) == 1 and len(of_each[0]) == len(layers[0])
+    if not all(map(_is_a_product, itertools.chain.from_iterable(layers))):
+        return False
+    return len({tuple((layer.weight.dtype, layer.weight.shape) for layer in each) for each in layers}) == 1
 
 
-def _is_a_product(layer: nn.Module) -> bool:
+def _is_a_product(layer: Any) -> bool:
     is_own = layer_forms.runs_own_forward(layer) or isinstance(layer.forward, layer_forms.Replacement)
     is_linear = type(layer) is nn.Linear and is_own and library_code.is_own(nn.Linear.forward)
     return is_linear and layer.bias is None and layer_forms.is_plain(layer, layer.weight.dtype, "cpu")

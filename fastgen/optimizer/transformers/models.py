@@ -68,7 +68,7 @@ STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 _COUNTING = frozenset(
     """
     BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
-    Kosmos2TextForCausalLM MegatronBertForCausalLM RobertaForCausalLM
+    Kosmos2TextForCausalLM Kosmos2_5ForConditionalGeneration MegatronBertForCausalLM RobertaForCausalLM
     RobertaPreLayerNormForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText
     SeamlessM4Tv2ForTextToText Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM
     XLMRobertaForCausalLM XLMRobertaXLForCausalLM
@@ -87,6 +87,7 @@ _SOURCE_WITHOUT_MASK = frozenset(
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
     KOSMOS2: ("image_embeds", "image_embeds_position_mask"),
+    "Kosmos2_5ForConditionalGeneration": ("flattened_patches", "image_embeds_position_mask", "width", "height"),
     "UdopForConditionalGeneration": ("bbox", "visual_bbox"),
     "Qwen2AudioForConditionalGeneration": ("feature_attention_mask",),
     "MusicgenForConditionalGeneration": ("prefill_outputs", "input_values", "padding_mask", "audio_scales"),
