@@ -10,10 +10,11 @@ import torch
 from transformers import DynamicCache
 
 import fastgen
-from fastgen import releases
+from fastgen import releases, settings
 from fastgen.decoding.kv import growing
 from fastgen.optimizer.transformers.index_layers import StepIndexedLayer
 from tests import near_ties
+from tests.equivalence import speculation
 from tests.equivalence.captured import captures, reasons, record_programs
 from tests.equivalence.check import accelerated, chat, check, fallbacks
 from tests.equivalence.others import KNOWN, LATER
@@ -115,3 +116,16 @@ def test_positions_of_an_indexer_are_left_to_the_library() -> None:
     inputs = {**family.make_inputs(batch=1), **releases.with_cache(cache)}
     family.build().generate(**inputs, **NEW, do_sample=False)
     assert not accelerated() and list(fallbacks()) == ["the cache has layers of type DynamicIndexedLayer"]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows accept different numbers of tokens, and keep rejected ones in their memory for a while."""
+    speculation.record_at_once(monkeypatch)
+    speculation.draft_any_lengths(monkeypatch)
+    options = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 20}
+    with settings.changed(self_speculation="int8"):
+        check(KNOWN[name].build(), KNOWN[name].make_inputs(batch=batch), options)
+    speculation.assert_speculates(1)
+    assert speculation.counts()["accepted"] < speculation.counts()["drafted"]

@@ -47,6 +47,7 @@ class FixedKV:
         firsts: [batch], int64: where each input's prefix begins, with the padding before the positions that count.
         prefix_capacity, length: positions of the prefix, and of prefix and suffix.
         width: positions that a step stores, and that masks distinguish.
+        has_drafts: whether some steps store several positions, and rows have lengths of their own.
 
     Args:
         keys, values: [any, heads, any, dim]: like those that will be stored.
@@ -68,6 +69,7 @@ class FixedKV:
         self.prefix_capacity, self.has_suffix = prefix_capacity, has_suffix
         self.length = prefix_capacity + (state.capacity if has_suffix else 0)
         self.width = state.width if has_suffix else 1
+        self.has_drafts = self.width > 1
         self.host_may_wait = False
         self.says_nothing_new: list[bool] = []
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
@@ -335,7 +337,7 @@ class FixedKV:
         A model without padding, or with a single query, may have no mask for that.
         """
         self._check(scores.shape[2])
-        return scores.masked_fill_(~self._counts().unsqueeze(1), torch.finfo(scores.dtype).min)
+        return scores.masked_fill_(~self.counts().unsqueeze(1), torch.finfo(scores.dtype).min)
 
     def with_own(self, shared: KVView, own: Tensor) -> Tensor:
         """Returns K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Copies nothing."""
@@ -355,7 +357,7 @@ class FixedKV:
         copies = len(self.suffix[0]) // len(self.starts) if self.suffix else 1
         return self.starts[state.row_map // copies], self.ends[state.row_map // copies]
 
-    def _counts(self) -> Tensor:
+    def counts(self) -> Tensor:
         """Returns [rows, width, prefix + capacity], bool: the positions that count for each position of the step."""
         position = torch.arange(self.length, device=self.starts.device)
         starts, ends = self._bounds()
@@ -386,4 +388,4 @@ class FixedKV:
         # An input that only fills the batch does not count, whatever its mask says.
         starts, ends = self._bounds()
         real = (ends > starts).view(-1, 1, 1, 1)
-        return bool(torch.where(real, mask == self._counts().unsqueeze(1), True).all())
+        return bool(torch.where(real, mask == self.counts().unsqueeze(1), True).all())

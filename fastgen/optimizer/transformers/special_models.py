@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastgen import releases
 from fastgen.decoding import library_code
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.view import KVView, of_latents
 from fastgen.decoding.layer_forms import Replacement, is_plain, runs_own_forward
 from fastgen.ops.stored_topk import stored_topk
@@ -100,28 +101,32 @@ def _is_a_product(layer: nn.Module) -> bool:
 
 
 def choose_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps `forward` of an indexer. In a captured step on a CPU, it chooses among the positions that are stored."""
+    """Wraps `forward` of an indexer. In a captured step, it chooses among the positions that each query may read."""
     cache = releases.cache_in(kwargs)
     layer = cache.layers[module.layer_idx] if type(cache) is StepCache else None
-    if not isinstance(layer, StepIndexedLayer) or layer.index is None or not layer.index.firsts.is_cpu:
+    if not isinstance(layer, StepIndexedLayer) or layer.index is None:
         return wrapped(*args, **kwargs)
-    with _ChoosesStored(layer.index.firsts_of_rows()):
+    with _ChoosesStored(layer.index):
         return wrapped(*args, **kwargs)
 
 
 class _ChoosesStored(TorchFunctionMode):
-    """Replaces `Tensor.topk` of scores by `stored_topk`."""
+    """Replaces `Tensor.topk` of scores, [rows, queries, positions]."""
 
-    def __init__(self, firsts: Tensor) -> None:
+    def __init__(self, index: FixedKV) -> None:
         super().__init__()
-        self._firsts = firsts
+        self._index = index
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is not Tensor.topk or len(args) != 2 or kwargs != {"dim": -1}:
             return func(*args, **kwargs)
         scores, k = args
-        indices = stored_topk(scores, self._firsts, k)
+        if self._index.has_drafts:  # of rows of other lengths, the model's mask shows rejected ones
+            scores = scores.masked_fill(~self._index.counts(), -torch.inf)
+        if not scores.is_cpu:
+            return scores.topk(k)
+        indices = stored_topk(scores, self._index.firsts_of_rows(), k)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
