@@ -56,8 +56,7 @@ _INDEPENDENT = frozenset(
     Pix2StructTextModel Qwen2AudioForConditionalGeneration RobertaForCausalLM SeamlessM4TForSpeechToText
     SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText SeamlessM4Tv2ForTextToText
     Speech2TextForConditionalGeneration SpeechEncoderDecoderModel SpeechT5ForSpeechToText TrOCRForCausalLM
-    UdopForConditionalGeneration VideoLlama3ForConditionalGeneration VisionEncoderDecoderModel
-    VoxtralForConditionalGeneration XLMRobertaForCausalLM
+    UdopForConditionalGeneration VisionEncoderDecoderModel VoxtralForConditionalGeneration XLMRobertaForCausalLM
     """.split()
 )
 # `generate` treats this class as decoder-only, but it takes an encoder's output, as the inputs below, and stores its K
