@@ -175,8 +175,8 @@ With `captured_step="always"`. What reads pictures and sounds is the library's o
 
 ## Models made of two, and models that read sounds
 
-The models of this table except Kosmos-2, and the captured models of the table above except Granite Speech,
-Aria, Exaone 4.5 and HyperCLOVA X, run in [slots](engine.md#slots).
+The models of this table except Kosmos-2 and 2.5, and the captured models of the table above except Granite Speech
+(Plus), VideoLLaMA 3, Aria, Exaone 4.5 and HyperCLOVA X, run in [slots](engine.md#slots).
 
 {table(["model", "of", "all ways of decoding", "captured step"], composite_rows())}
 

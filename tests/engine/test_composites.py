@@ -35,10 +35,11 @@ COUNTS = (12, 8, 15, 5, 9, 11)
 # What has a row of positions for each input; the first of them that is there counts them.
 COUNTED = ("input_ids", "attention_mask", "flattened_patches")
 SEEN = {"pixel_values", "input_values", "input_features"}
-# Steps of Switch Transformers are not captured, and Pegasus-X counts positions in place, which rows have in common.
-# Kosmos-2 counts padding among the positions of its steps.
+# Switch Transformers and VideoLLaMA 3 have not been tried. Pegasus-X counts positions in place, which rows share.
+# Kosmos-2 and 2.5 count padding among the positions of their steps.
 # The `generate` of Granite Speech switches its adapters.
-APART = {"switch", "pegasus-x", "GraniteSpeech", "kosmos 2", "kosmos 2, an image"}
+_KOSMOS = {f"kosmos {release}{more}" for release in ("2", "2.5") for more in ("", ", an image")}
+APART = {"switch", "pegasus-x", "GraniteSpeech", "GraniteSpeechPlus", "VideoLlama3", *_KOSMOS}
 ENCODER_DECODERS = {each.name: each for each in OTHERS if each.encoder_decoder}
 
 

@@ -27,7 +27,7 @@ from tests.equivalence.others import KNOWN  # noqa: F401  (for the tests)
 from tests.recorded_graph import RecordedGraph
 
 # Models whose steps can be captured in some releases of Transformers.
-BY_RELEASE = {"gpt-bigcode"}
+BY_RELEASE = {"gpt-bigcode", "switch"}
 
 
 def record_from(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:

@@ -186,6 +186,16 @@ def _kosmos2() -> Any:
     return model
 
 
+def _kosmos2_5() -> Any:
+    text = {"embed_dim": 32, "ffn_dim": 64, "layers": 2, "attention_heads": 4, "max_position_embeddings": 128}
+    vision = {
+        "hidden_size": 32, "patch_embed_hidden_size": 12, "intermediate_size": 64, "head_dim": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "max_num_patches": 16,
+    }  # fmt: skip
+    config = transformers.Kosmos2_5Config(text_config={**_TOKENS, **text}, vision_config=vision, latent_query_num=4)
+    return transformers.Kosmos2_5ForConditionalGeneration(config)
+
+
 @functools.cache
 def build(make: Any) -> Any:
     torch.manual_seed(0)
@@ -244,6 +254,13 @@ def _with_places() -> dict[str, torch.Tensor]:
     return {**inputs, "pixel_values": _images(2, 16), "image_embeds_position_mask": places}
 
 
+def _patches_with_places() -> dict[str, torch.Tensor]:
+    """The same as of Kosmos-2, with an image in parts."""
+    inputs, patches = _with_places(), _with_patches()["flattened_patches"]
+    del inputs["pixel_values"]
+    return {**inputs, "flattened_patches": patches}
+
+
 def _with_queries(instruct: bool = False) -> dict[str, torch.Tensor]:
     """Prompts behind an image, which is four tokens."""
     inputs = _with_images(2, 12)
@@ -294,6 +311,8 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, torch.Tensor]]
     "instructblip with t5": (lambda: _blip2("InstructBlip", _t5()), lambda: _with_queries(instruct=True)),
     "kosmos 2": (_kosmos2, lambda: tokens(2, 12)),
     "kosmos 2, an image": (_kosmos2, _with_places),
+    "kosmos 2.5": (_kosmos2_5, lambda: tokens(2, 12)),
+    "kosmos 2.5, an image": (_kosmos2_5, _patches_with_places),
     "florence2": (_florence2, lambda: tokens(3, LONG, 7)),
     "florence2, an image": (_florence2, _with_an_image),
 }

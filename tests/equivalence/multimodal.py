@@ -41,6 +41,22 @@ _LINEAR = {
 }  # fmt: skip
 _SOUND = {"num_mel_bins": 8, "max_source_positions": 16}
 
+
+def _granite() -> dict[str, Any]:
+    return {
+        "text_config": {**_TEXT, "model_type": "granite"}, "audio_token_index": PLACEHOLDER,
+        "has_lora_adapter": False, "downsample_rate": 5, "window_size": 15,
+        "encoder_config": {
+            "input_dim": 16, "num_layers": 1, "hidden_dim": 32, "feedforward_mult": 2, "num_heads": 4, "dim_head": 8,
+            "output_dim": 10, "context_size": 20, "max_pos_emb": 32, "conv_kernel_size": 3,
+        },
+        "projector_config": {
+            **_LAYERS, "model_type": "blip_2_qformer", "num_hidden_layers": 1, "encoder_hidden_size": 32,
+            "vocab_size": 10,
+        },
+    }  # fmt: skip
+
+
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "Gemma3": lambda: {
         "text_config": {**_TEXT, **_SLIDING}, "vision_config": _SIGLIP, "image_token_index": PLACEHOLDER,
@@ -143,17 +159,11 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
             "num_mel_bins": 8,
         },
     },
-    "GraniteSpeech": lambda: {
-        "text_config": {**_TEXT, "model_type": "granite"}, "audio_token_index": PLACEHOLDER,
-        "has_lora_adapter": False, "downsample_rate": 5, "window_size": 15,
-        "encoder_config": {
-            "input_dim": 16, "num_layers": 1, "hidden_dim": 32, "feedforward_mult": 2, "num_heads": 4, "dim_head": 8,
-            "output_dim": 10, "context_size": 20, "max_pos_emb": 32, "conv_kernel_size": 3,
-        },
-        "projector_config": {
-            **_LAYERS, "model_type": "blip_2_qformer", "num_hidden_layers": 1, "encoder_hidden_size": 32,
-            "vocab_size": 10,
-        },
+    "GraniteSpeech": _granite,
+    "GraniteSpeechPlus": _granite,
+    "VideoLlama3": lambda: {
+        "text_config": {**_TEXT, "model_type": "qwen2"}, "vision_config": {**_VISION, "patch_size": 8},
+        "image_token_id": PLACEHOLDER, "video_token_id": VOCABULARY - 2,
     },
     "Aria": lambda: {
         "text_config": {
@@ -333,6 +343,15 @@ def _of_granite(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     return {**found, "input_features": _noise(sounds, 15, 16), "input_features_mask": mask}
 
 
+def _of_video_llama(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
+    """Pictures of one row of patches, of which an input's are longer one by one."""
+    found = text(len(counts), tuple(tuple(range(1, count + 1)) for count in counts))
+    grids = torch.tensor([[1, 2, 2 * size] for count in counts for size in range(1, count + 1)])
+    sizes = torch.full((len(grids),), 2)
+    pixels = _noise(int(grids.prod(dim=1).sum()), 3 * 8 * 8)
+    return {**found, "pixel_values": pixels, "image_grid_thw": grids, "image_merge_sizes": sizes}
+
+
 def _of_lfm2(counts: tuple[int, ...] = (1, 1)) -> dict[str, torch.Tensor]:
     """Pictures of patches, which are a row each."""
     found, count = text(len(counts), tuple((4,) * count for count in counts)), sum(counts)
@@ -363,6 +382,8 @@ PICTURES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {
     "AudioFlamingo3": _frames_of_features,
     "GlmAsr": functools.partial(_frames_of_features, frames=64),
     "GraniteSpeech": _of_granite,
+    "GraniteSpeechPlus": _of_granite,
+    "VideoLlama3": _of_video_llama,
     "Lfm2Vl": _of_lfm2,
 }
 """Inputs with so many pictures each, for the models that have such here."""

@@ -68,6 +68,11 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
     "partial_rotary_factor": 1 / 3, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_INDEXER = {"index_topk": 12, "index_n_heads": 2, "index_head_dim": 8}
+# The second layer reads what the indexer of the first one has chosen.
+_SHARED_INDEXER = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA = {**LLAMA, "vocab_size": VOCABULARY, "sliding_window": 400, "query_pre_attn_scalar": 8}
 _DECODES = {"is_decoder": True, "num_hidden_layers": 3}
 _LATER = [
     _decoder("deepseek-v2", "DeepseekV2", {**_MLA, "v_head_dim": 6, "first_k_dense_replace": 1}),
@@ -81,6 +86,17 @@ _LATER = [
         "Data2VecText", "Ernie", "MegatronBert", "RobertaPreLayerNorm", "XLMRobertaXL")),
     _decoder("aria", "AriaText", {**LLAMA, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
     _decoder("mistral4", "Mistral4", {**_DEEPSEEK, "rope_parameters": _YARN}),
+    _decoder("deepseek-v32", "DeepseekV32", {**_DEEPSEEK, **_INDEXER}),
+    _decoder("glm-moe-dsa", "GlmMoeDsa", {**_DEEPSEEK, **_INDEXER, **_SHARED_INDEXER}),
+    _decoder("axk2", "AXK2", {**_DEEPSEEK, **_INDEXER}),
+    _decoder("hy-v4", "HYV4", {**_DEEPSEEK, **_INDEXER, **_SHARED_INDEXER}),
+    _seq2seq("switch-experts", "SwitchTransformers", {**_T5, "num_decoder_layers": 2, "num_experts": 4,
+             "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}),
+    _seq2seq("nllb-moe", "NllbMoe", {**_SEQ2SEQ, "num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2}),
+    _decoder("jetmoe", "JetMoe", {**_EXPERTS, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+             "num_key_value_heads": 2, "kv_channels": 8}),
+    _decoder("diffllama", "DiffLlama", {**LLAMA, "num_key_value_heads": 4, "num_attention_heads": 8}),
+    _seq2seq("t5gemma", "T5Gemma", {"encoder": _GEMMA, "decoder": {**_GEMMA, "cross_attention_hidden_size": 32}}),
 ]  # fmt: skip
 # Not in every tested release, or not of interest in each: models with multi-head latent attention, relatives of BERT.
 LATER = [family for family in _LATER if hasattr(transformers, family.model_class)]

@@ -15,8 +15,8 @@ import fastgen
 from fastgen import releases, settings
 from fastgen.decoding.captured.graph import CapturedPart
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.kv.fixed import FixedStates
 from fastgen.decoding.kv.growing import GrowingKV
+from fastgen.decoding.kv.states import FixedStates
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.cache_layers import SharedStates, of_layer
 from tests import near_ties

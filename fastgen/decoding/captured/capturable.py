@@ -16,6 +16,7 @@ from types import EllipsisType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -255,19 +256,26 @@ def _where_of(*args: Any, **options: Any) -> Any:
 
 
 def _tensor_of(*args: Any, **options: Any) -> Tensor:
-    """Replaces `torch.tensor` of a number with a device, and of a few numbers.
+    """Replaces `torch.tensor` of a number, and of a few numbers.
 
     The numbers become arguments of recorded operators: they are frozen, and compared with sizes, like all others.
     """
     if len(args) != 1 or not options.keys() <= {"device", "dtype"}:
         return torch.tensor(*args, **options)
     numbers = args[0]
-    if isinstance(numbers, (bool, int, float)) and options.get("device") is not None:
+    if isinstance(numbers, (bool, int, float)):
         return torch.full((), numbers, **options)
     kinds = set(map(type, numbers)) if isinstance(numbers, (list, tuple)) and len(numbers) <= _MOST_NUMBERS else ()
     if len(kinds) == 1 and kinds <= {bool, int, float}:
         return torch.stack([torch.full((), number, **options) for number in numbers])
     return torch.tensor(*args, **options)
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Replaces `one_hot`, which on a CPU looks for numbers that are no class."""
+    if num_classes < 1:
+        return F.one_hot(tensor, num_classes)
+    return tensor.new_zeros(*tensor.shape, num_classes).scatter(-1, tensor.unsqueeze(-1), 1)
 
 
 def _getitem(tensor: Tensor, index: Any) -> Any:
@@ -292,6 +300,7 @@ _CAPTURABLE: dict[Any, Callable[..., Any]] = {
     Tensor.where: _where_of,
     torch.tensor: _tensor_of,
     torch.arange: _arange,
+    F.one_hot: _one_hot,
     Tensor.__getitem__: _getitem,
 }
 

@@ -1,14 +1,10 @@
-"""The cache of captured steps in buffers of a fixed capacity: K and V, how attention reads them, and other states.
-
-States are those of linear attention, state spaces, or a short convolution. A state has one size, whatever the length of
-the sequences. It cannot be set back: each step overwrites it.
-"""
+"""The KV cache of captured steps, in buffers of a fixed capacity, and how attention reads it."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,9 +12,10 @@ from torch import Tensor
 
 from fastgen.decoding import host_memory
 from fastgen.decoding.kv import Pair
+from fastgen.decoding.kv.parts import Parts
 from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.streams import StreamKVView
-from fastgen.decoding.kv.view import CannotBeCaptured, KVView, Parts
+from fastgen.decoding.kv.view import CannotBeCaptured, KVView
 from fastgen.decoding.program_memory import Growing
 from fastgen.ops.attention import decode_attention
 from fastgen.ops.kv_write import kv_write
@@ -47,8 +44,10 @@ class FixedKV:
         suffix: K and V, [rows, heads, state.capacity, dim] each; None if there is none, as in cross-attention.
         says_nothing_new: whether masks equal the lengths, as one bool; empty while unknown. All views share the list.
         starts, ends: [batch], int32: the prefix positions in [start, end) count.
+        firsts: [batch], int64: where each input's prefix begins, with the padding before the positions that count.
         prefix_capacity, length: positions of the prefix, and of prefix and suffix.
         width: positions that a step stores, and that masks distinguish.
+        has_drafts: whether some steps store several positions, and rows have lengths of their own.
 
     Args:
         keys, values: [any, heads, any, dim]: like those that will be stored.
@@ -70,10 +69,13 @@ class FixedKV:
         self.prefix_capacity, self.has_suffix = prefix_capacity, has_suffix
         self.length = prefix_capacity + (state.capacity if has_suffix else 0)
         self.width = state.width if has_suffix else 1
+        self.has_drafts = self.width > 1
         self.host_may_wait = False
         self.says_nothing_new: list[bool] = []
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
         self.ends = torch.zeros_like(self.starts)
+        self.firsts = torch.zeros_like(self.starts, dtype=torch.int64)
+        self._reads_masks = False
 
         self._most = 0, 0  # most positions of the prefix and of the suffix that were written to
         # Inputs that have stored something. A finished one writes to its first position, as its successor will.
@@ -123,7 +125,7 @@ class FixedKV:
         target = slice(begin + moved, end + moved) if is_kept else slice(0)
         self._exchange(self.prefix, longer, kept, target)
         self._loaded = (begin + moved, end + moved) if is_kept else (capacity, 0)
-        for bound in (self.starts, self.ends) if is_kept else ():
+        for bound in (self.starts, self.ends, self.firsts) if is_kept else ():
             bound.add_(is_loaded, alpha=moved)
         self.length += more
         self.prefix_capacity = capacity
@@ -170,6 +172,7 @@ class FixedKV:
         for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
             bound[inputs] = 0
             bound[inputs][:count] = new + first
+        self.firsts[inputs] = first
 
     def _numbers(self, inputs: slice) -> range:
         return range(*inputs.indices(self._state.batch))
@@ -231,7 +234,8 @@ class FixedKV:
         for old, new in zip(self.suffix or (), other.suffix or (), strict=True):
             rows, new_rows = (part.unflatten(0, (-1, self._state.per_input)) for part in (old, new))
             rows[target, :, :, :length] = new_rows[source, :, :, :length]
-        for bound, new in ((self.starts, other.starts), (self.ends, other.ends)):
+        bounds = (self.starts, other.starts), (self.ends, other.ends), (self.firsts, other.firsts)
+        for bound, new in bounds:
             bound[target] = new[source]
         self.says_nothing_new[:] = other.says_nothing_new or self.says_nothing_new
 
@@ -290,6 +294,14 @@ class FixedKV:
 
     # ---- attention of the step
 
+    def always_read_masks(self) -> None:
+        """Has attention read each mask: one step may choose all positions, and a later one some."""
+        self._reads_masks, self.says_nothing_new[:] = True, [False]
+
+    def firsts_of_rows(self) -> Tensor:
+        """Returns `firsts` of the input that each row reads, [rows]."""
+        return self.firsts.repeat_interleave(self._state.per_input)
+
     def attend(self, query: Tensor, keys: Parts, values: Parts, mask: Tensor | None, scale: float | None) -> Tensor:
         """Computes attention of the step's queries, like `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -325,7 +337,7 @@ class FixedKV:
         A model without padding, or with a single query, may have no mask for that.
         """
         self._check(scores.shape[2])
-        return scores.masked_fill_(~self._counts().unsqueeze(1), torch.finfo(scores.dtype).min)
+        return scores.masked_fill_(~self.counts().unsqueeze(1), torch.finfo(scores.dtype).min)
 
     def with_own(self, shared: KVView, own: Tensor) -> Tensor:
         """Returns K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Copies nothing."""
@@ -345,7 +357,7 @@ class FixedKV:
         copies = len(self.suffix[0]) // len(self.starts) if self.suffix else 1
         return self.starts[state.row_map // copies], self.ends[state.row_map // copies]
 
-    def _counts(self) -> Tensor:
+    def counts(self) -> Tensor:
         """Returns [rows, width, prefix + capacity], bool: the positions that count for each position of the step."""
         position = torch.arange(self.length, device=self.starts.device)
         starts, ends = self._bounds()
@@ -362,7 +374,7 @@ class FixedKV:
         self._check(queries)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
-        if self.host_may_wait:
+        if self.host_may_wait and not self._reads_masks:
             # Eagerly, a model leaves out a mask that is all True. If the host may not look at it, the model makes it.
             self.says_nothing_new[:] = [mask is None or self._equals_lengths(mask)]
         return None if self.says_nothing_new == [True] else mask
@@ -376,74 +388,4 @@ class FixedKV:
         # An input that only fills the batch does not count, whatever its mask says.
         starts, ends = self._bounds()
         real = (ends > starts).view(-1, 1, 1, 1)
-        return bool(torch.where(real, mask == self._counts().unsqueeze(1), True).all())
-
-
-# ---- states
-
-# A state of a layer: its kind, and its number among states of the kind.
-Name = tuple[str, int]
-States = Mapping[Name, Tensor]
-"""The states of a layer, [rows, ...] each."""
-
-
-def of_each(states: States, function: Callable[[Tensor], Tensor]) -> dict[Name, Tensor]:
-    """Applies a function to each state."""
-    return {name: function(state) for name, state in states.items()}
-
-
-class FixedStates:
-    """The states of a layer in buffers of fixed addresses, which a captured step changes in place.
-
-    Attributes:
-        buffers: [batch * per_input, ...] each.
-    """
-
-    def __init__(self, like: States, batch: int, per_input: int) -> None:
-        self._batch, self._per_input = batch, per_input
-        self.buffers = of_each(like, lambda state: state.new_zeros(batch * per_input, *state.shape[1:]))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
-
-    def load(self, states: States, inputs: slice = slice(None)) -> None:
-        """Loads the states that the prefill has left, [inputs, ...] each. The remaining `inputs` get zeros."""
-        self.leave(inputs)
-        for name, buffer in self.buffers.items():
-            part = self._by_input(buffer)[inputs]
-            part[: states[name].shape[0]] = states[name].unsqueeze(1)
-
-    def insert(self, other: FixedStates, source: Tensor | slice, target: slice) -> None:
-        """Has the inputs at `source` in `other` continue at `target`."""
-        for name, buffer in self.buffers.items():
-            self._by_input(buffer)[target] = other._by_input(other.buffers[name])[source]
-
-    def leave(self, inputs: slice) -> None:
-        """Zeroes the states of these inputs, which do not count until others are loaded."""
-        for buffer in self.buffers.values():
-            self._by_input(buffer)[inputs] = 0
-
-    def reorder(self, parents: Tensor) -> None:
-        """Has row r continue with the state of row `parents[r]`. Changes are in place, and may be captured."""
-        for buffer in self.buffers.values():
-            buffer.copy_(buffer.index_select(0, parents))
-
-    def first(self, rows: int) -> dict[Name, Tensor]:
-        """Returns copies of the states of the first rows."""
-        return of_each(self.buffers, lambda buffer: buffer[:rows].clone())
-
-    def _by_input(self, buffer: Tensor) -> Tensor:
-        return buffer.unflatten(0, (self._batch, self._per_input))
-
-
-def saved_states(states: Sequence[FixedStates]) -> Callable[[], None]:
-    """Returns a function that restores the present contents of these states."""
-    buffers = [buffer for each in states for buffer in each.buffers.values()]
-    before = [buffer.clone() for buffer in buffers]
-
-    def put_back() -> None:
-        for buffer, state in zip(buffers, before, strict=True):
-            buffer.copy_(state)
-
-    return put_back
+        return bool(torch.where(real, mask == self.counts().unsqueeze(1), True).all())

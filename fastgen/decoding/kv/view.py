@@ -8,10 +8,8 @@ computed on prefix and suffix; scaling, masks, biases and soft-caps stay the mod
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastgen.ops.attention import (
-    gather_suffix,
-    pays,
-    shared_prefix_attention,
-    shared_prefix_context,
-    shared_prefix_scores,
-)
-from fastgen.ops.linear.choose import upcast
+from fastgen.decoding.kv.parts import Parts
+from fastgen.ops.attention import pays, shared_prefix_attention, shared_prefix_context, shared_prefix_scores
 
 # Passed through without building the full tensor, because they do not read its contents.
 _ATTRIBUTES = "shape dtype device ndim requires_grad is_cuda is_cpu is_mps is_xpu is_quantized is_nested layout"
@@ -36,87 +28,6 @@ METADATA = frozenset(
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
     }
 )
-
-_EXPAND = partial(torch.einsum, "rhqk,hdk->rhqd")
-_ABSORB = partial(torch.einsum, "rhqd,hdk->rhqk")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The stored tensors, and the view of them that a `KVView` represents."""
-
-    prefix: Tensor  # [batch, kv heads, N, dim]
-    suffix: Tensor | None  # [rows, kv heads, T, dim]
-    per_input: int
-    # [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
-    ancestry: Tensor | None = None
-    # Refers to a method that makes the suffix contiguous by row, for users other than the attention operator.
-    materialize_suffix: weakref.WeakMethod | None = None
-    backend: Any = None  # the `FixedKV` of a captured step, which knows which positions of prefix and suffix count
-    queries: int | None = None  # number of rows that read, if the backend maps them to rows of the cache
-    group: int = 1  # every kv head is repeated this many times (grouped-query attention)
-    ungrouped: bool = False  # [rows, kv heads, group, length, dim], half-way through such a repetition
-    folded: bool = False  # heads are folded into rows: [rows * heads, length, dim]
-    transposed: bool = False  # the last two dimensions are swapped
-    columns: slice | None = None  # the range of the last stored dimension that counts; None: all
-    # [heads, any, rank]: each head multiplies the first `rank` columns by this, and appends the other columns.
-    weight: Tensor | None = None
-    # The suffix in row order once it was needed, shared by all views of the tensor.
-    gathered: list[Tensor] = field(default_factory=list, compare=False)
-
-    @property
-    def rows(self) -> int:
-        return self.prefix.shape[0] * self.per_input if self.queries is None else self.queries
-
-    def own(self) -> Tensor | None:
-        """Returns the suffix with the positions of row r in row r."""
-        if self.materialize_suffix is not None and (materialize := self.materialize_suffix()) is not None:
-            materialize()
-        if self.suffix is None or self.ancestry is None:
-            return self.suffix
-        if not self.gathered:
-            self.gathered.append(gather_suffix(self.suffix, self.ancestry))
-        return self.gathered[0]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.prefix.shape[1]
-
-    @property
-    def length(self) -> int:
-        return self.prefix.shape[2] + (self.suffix.shape[2] if self.suffix is not None else 0)
-
-    @property
-    def width(self) -> int:
-        stored = len(range(self.prefix.shape[3])[self.columns or slice(None)])
-        return stored if self.weight is None else stored + self.weight.shape[1] - self.weight.shape[2]
-
-    def expand(self, x: Tensor) -> Tensor:
-        """Expands stored values, [rows, heads, any, stored], to those of the heads."""
-        x = x if self.columns is None else x[..., self.columns]
-        if self.weight is None:
-            return x
-        rank = self.weight.shape[2]
-        return torch.cat([upcast(_EXPAND, x[..., :rank], self.weight), x[..., rank:]], dim=-1)
-
-    def absorb(self, query: Tensor) -> Tensor:
-        """Returns the query whose products with stored values equal those of `query` with the heads' values.
-
-        The query is [rows, heads, queries, dim].
-        """
-        if self.weight is None:
-            return query
-        dim = self.weight.shape[1]
-        return torch.cat([upcast(_ABSORB, query[..., :dim], self.weight), query[..., dim:]], dim=-1)
-
-    def shape(self) -> tuple[int, ...]:
-        last = (self.length, self.width)
-        if self.transposed:
-            last = last[::-1]
-        if self.ungrouped:
-            return (self.rows, self.kv_heads, self.group, *last)
-        heads = self.kv_heads * self.group
-        return (self.rows * heads, *last) if self.folded else (self.rows, heads, *last)
 
 
 class KVView(torch.Tensor):
@@ -164,6 +75,8 @@ class KVView(torch.Tensor):
             own = parts.own()
             if own is not None:
                 full = torch.cat([full, own], dim=2)
+            if parts.tiles > 1:
+                full = full.repeat(1, parts.tiles, 1, 1)
             if parts.ungrouped:
                 full = full.unsqueeze(2).expand(-1, -1, parts.group, -1, -1)
             elif parts.group > 1:
@@ -282,6 +195,23 @@ def _same(tensor: Any, *args: Any, **kwargs: Any) -> KVView:
     return tensor
 
 
+def _float(tensor: Any) -> KVView:
+    parts = _parts_of(tensor)
+    if parts.prefix.dtype is torch.float32:
+        return tensor
+    own = parts.own()
+    own = None if own is None else own.float()
+    parts = replace(parts, prefix=parts.prefix.float(), suffix=own, ancestry=None, gathered=[])
+    return KVView._make(replace(parts, materialize_suffix=None))
+
+
+def _unsqueeze(tensor: Any, dim: int) -> KVView:
+    """[rows, length, dim] of one head, read by several heads of an indexer."""
+    parts = _parts_of(tensor)
+    _require(dim == 1 and parts.folded and parts.heads == 1)
+    return KVView._make(replace(parts, folded=False, by_query=True))
+
+
 def _transpose(tensor: Any, dim0: int, dim1: int) -> KVView:
     parts = _parts_of(tensor)
     rank = len(parts.shape())
@@ -338,12 +268,33 @@ def _expand(tensor: Any, *sizes: Any) -> KVView:
     return tensor
 
 
+def _chunk(tensor: Any, chunks: int, dim: int = 0) -> tuple[KVView, ...]:
+    """Splits the heads."""
+    parts = _parts_of(tensor)
+    _require(dim == 1 and _is_whole(parts) and parts.heads == parts.kv_heads and parts.kv_heads % chunks == 0)
+    each = parts.kv_heads // chunks
+    return tuple(KVView._make(parts.heads_of(slice(at, at + each))) for at in range(0, parts.kv_heads, each))
+
+
+def _repeat(tensor: Any, *sizes: Any) -> KVView:
+    """Repeats all heads, one after the other."""
+    parts, wanted = _parts_of(tensor), _sizes(sizes)
+    _require(_is_whole(parts) and parts.heads == parts.kv_heads)
+    _require(len(wanted) == 4 and (wanted[0], *wanted[2:]) == (1, 1, 1) and wanted[1] > 0)
+    return KVView._make(replace(parts, tiles=wanted[1]))
+
+
+def _is_whole(parts: Parts) -> bool:
+    """Whether the view is [rows, heads, length, dim]."""
+    return not (parts.transposed or parts.folded or parts.ungrouped or parts.by_query)
+
+
 def _cat(tensors: Any, dim: int = 0) -> Any:
     """Appends positions to all that a captured step has stored. Keeps them apart: joining would copy everything."""
     _require(len(tensors) == 2 and dim == 2 and type(tensors[1]) is Tensor)
     parts = _parts_of(tensors[0])
     _require(parts.backend is not None and parts.queries is None)
-    _require(not (parts.transposed or parts.folded or parts.ungrouped))
+    _require(_is_whole(parts) and parts.tiles == 1)
     return parts.backend.with_own(tensors[0], tensors[1])
 
 
@@ -357,7 +308,12 @@ def _product(left: Any, right: Any) -> Tensor:
     _require(type(left) is Tensor and left.dtype == parts.prefix.dtype and not parts.ungrouped)
     rank = 3 if parts.folded else 4
     _require(left.dim() == rank)
-    heads = parts.kv_heads * parts.group
+    if parts.by_query:
+        return _product(left.transpose(1, 2), KVView._make(replace(parts, by_query=False))).transpose(1, 2)
+    if parts.tiles > 1:
+        _require(not parts.folded)
+        return _apart(parts, _product(_together(parts, left), KVView._make(_as_group(parts))))
+    heads = parts.heads
     if heads == 1 and not parts.folded:  # all heads of the query read it
         heads = left.shape[1]
     rows = left.shape[0] // heads if parts.folded else left.shape[0]
@@ -371,6 +327,21 @@ def _product(left: Any, right: Any) -> Tensor:
     if parts.backend is not None and parts.transposed:
         result = parts.backend.leave_out(result)
     return result.flatten(0, 1) if parts.folded else result
+
+
+def _as_group(parts: Parts) -> Parts:
+    """Returns the parts with tiles as a group, for queries in the order of `_together`."""
+    return replace(parts, tiles=1, group=parts.tiles * parts.group)
+
+
+def _together(parts: Parts, x: Tensor) -> Tensor:
+    """Sorts heads, [rows, heads, ...], by the kv head that they read."""
+    return x.unflatten(1, (parts.tiles, parts.kv_heads, -1)).transpose(1, 2).flatten(1, 3)
+
+
+def _apart(parts: Parts, x: Tensor) -> Tensor:
+    """Undoes `_together`."""
+    return x.unflatten(1, (parts.kv_heads, parts.tiles, -1)).transpose(1, 2).flatten(1, 3)
 
 
 def _matmul(input: Any, other: Any = None, *, mat2: Any = None) -> Tensor:
@@ -410,9 +381,13 @@ def _attention(
     keys, values = _parts_of(key), _parts_of(value)
     _require(type(query) is Tensor and query.dim() == 4 and query.dtype == keys.prefix.dtype)
     _require(not is_causal and dropout_p == 0.0)
-    for parts in (keys, values):
-        _require(not (parts.transposed or parts.folded or parts.ungrouped))
-    heads = keys.kv_heads * keys.group
+    _require(_is_whole(keys) and _is_whole(values))
+    if keys.tiles > 1 or values.tiles > 1:
+        _require(attn_mask is None or attn_mask.dim() < 3 or attn_mask.shape[-3] == 1)
+        _require(keys.heads == values.heads and query.shape[1] % keys.heads == 0)
+        further = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return _tiled_attention(query, keys, values, further)
+    heads = keys.heads
     _require(keys.group == values.group and keys.length == values.length and query.shape[0] == keys.rows)
     _require(query.shape[1] == heads or heads == 1 or (enable_gqa and query.shape[1] % heads == 0))
     if keys.weight is not None:
@@ -426,15 +401,38 @@ def _attention(
     return values.expand(context)
 
 
+def _tiled_attention(query: Tensor, keys: Parts, values: Parts, further: tuple[Any, ...]) -> Tensor:
+    """Attention whose K, or V, or both, repeat all their heads."""
+    if keys.tiles == values.tiles:
+        key, value = (KVView._make(_as_group(each)) for each in (keys, values))
+        return _apart(keys, _attention(_together(keys, query), key, value, *further))
+    tiles = max(keys.tiles, values.tiles)
+    _require({keys.tiles, values.tiles} == {1, tiles})
+    parts = zip(query.chunk(tiles, dim=1), _of_tiles(keys, tiles), _of_tiles(values, tiles), strict=True)
+    return torch.cat([_attention(*each, *further) for each in parts], dim=1)
+
+
+def _of_tiles(parts: Parts, tiles: int) -> Iterator[KVView]:
+    """Yields the heads of each tile; if the view has none, as many of its heads."""
+    each = parts.kv_heads * parts.tiles // tiles
+    for tile in range(tiles):
+        first = 0 if parts.tiles > 1 else tile * each
+        yield KVView._make(replace(parts.heads_of(slice(first, first + each)), tiles=1))
+
+
 # Names of methods, and of torch functions of the same name.
 _NAMES: dict[Callable[..., Any], str] = {
     _refuse_write: "__setitem__",
     _same: "contiguous to",
+    _float: "float",
+    _unsqueeze: "unsqueeze",
     _transpose: "transpose",
     _permute: "permute",
     _reshape: "reshape view",
     _index: "__getitem__",
     _expand: "expand",
+    _chunk: "chunk",
+    _repeat: "repeat",
     _matmul: "matmul __matmul__ bmm",
     _baddbmm: "baddbmm",
 }

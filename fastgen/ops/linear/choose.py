@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import memory
@@ -283,6 +284,35 @@ def _expert_rows(x: Tensor, weight: Tensor) -> int | None:
 
 
 _library.define("expert_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor ends, int gemv_rows) -> ()")
+
+
+def separate_linear(x: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Returns [S, N]: rows of x times the weights of their experts, [N, K] each; not differentiable.
+
+    The rows of each expert are those of `expert_linear`. A recorded graph calls this as one operator, which reads the
+    ends on the host.
+    """
+    found: Tensor = torch.ops.fastgen.separate_linear.default(x, weights, ends)
+    return found
+
+
+def _separate_linear(x: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    y, begin = x.new_zeros(x.shape[0], weights[0].shape[0]), 0
+    for weight, end in zip(weights, ends.tolist(), strict=True):
+        if end > begin:
+            rows = x[begin:end]
+            kernel = kernel_for(rows, weight, None)
+            y[begin:end] = F.linear(rows, weight) if kernel is None else kernel.multiply(rows, weight, None)
+        begin = end
+    return y
+
+
+def _fake_separate_linear(x: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights[0].shape[0])
+
+
+_SEPARATE = "separate_linear(Tensor x, Tensor[] weights, Tensor ends) -> Tensor"
+_library.define(_SEPARATE, _separate_linear, _fake_separate_linear)
 
 
 # ---- other products in half precision, on a CPU without instructions for it

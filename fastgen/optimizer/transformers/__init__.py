@@ -84,7 +84,8 @@ def _processors() -> list[Patch]:
 
 def _special_models() -> list[Patch]:
     """Returns the patches of single models' code, and of the code that mixtures of experts share."""
-    hooks, keys, cache = "special_models", "captured.key_positions", releases.TAKES_CACHE
+    hooks, experts, keys = "special_models", "experts", "captured.key_positions"
+    cache = releases.TAKES_CACHE
     prophetnet = "models.prophetnet.modeling_prophetnet"
     buckets = "main_relative_position_buckets predict_relative_position_buckets"
     attention = has(f"hidden_states {cache} position_ids {buckets}")
@@ -97,11 +98,23 @@ def _special_models() -> list[Patch]:
     # The code that expands latents into K and V in multi-head latent attention.
     expands = takes("self kv_nope k_rot", uses="kv_b_proj qk_nope_head_dim v_head_dim qk_rope_head_dim")
     with_latents = {
-        "axk1": "AXK1Attention", "bailing_hybrid": "BailingHybridAttention", "deepseek_v2": "DeepseekV2Attention",
-        "deepseek_v3": "DeepseekV3Attention", "glm4_moe_lite": "Glm4MoeLiteAttention",
+        "axk1": "AXK1Attention", "axk2": "AXK2Attention", "bailing_hybrid": "BailingHybridAttention",
+        "deepseek_v2": "DeepseekV2Attention", "deepseek_v3": "DeepseekV3Attention",
+        "deepseek_v32": "DeepseekV32Attention", "dots3_note": "Dots3NoteTextAttention",
+        "glm4_moe_lite": "Glm4MoeLiteAttention", "glm_moe_dsa": "GlmMoeDsaAttention", "hy_v4": "HYV4Attention",
         "kimi_linear": "KimiLinearAttention", "longcat_flash": "LongcatFlashMLA", "minicpm3": "MiniCPM3Attention",
-        "mistral4": "Mistral4Attention", "youtu": "YoutuAttention",
+        "mistral4": "Mistral4Attention", "mistral_large4": "MistralLarge4TextAttention", "youtu": "YoutuAttention",
     }  # fmt: skip
+    # The indexers of sparse attention.
+    with_indexers = {
+        "axk2": "AXK2Indexer", "deepseek_v32": "DeepseekV32Indexer", "dots3_note": "Dots3NoteTextIndexer",
+        "glm_moe_dsa": "GlmMoeDsaIndexer", "hy_v4": "HYV4Indexer", "mistral_large4": "MistralLarge4TextIndexer",
+    }  # fmt: skip
+    indexes = has(f"hidden_states attention_mask {cache}")
+    switch = "models.switch_transformers.modeling_switch_transformers"
+    of_switch = takes("self hidden_states selected_experts routing_weights")
+    jetmoe = "models.jetmoe.modeling_jetmoe"
+    sizes = takes("self inputs expert_size", uses="weight")
     return [
         _hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{keys}:embed_prophetnet", has(cache)),
         _hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{keys}:attend_prophetnet", attention),
@@ -112,8 +125,15 @@ def _special_models() -> list[Patch]:
             _hook(f"models.{name}.modeling_{name}", f"{kind}.expand_kv", f"{hooks}:expand_kv", expands)
             for name, kind in with_latents.items()
         ),
-        _hook("integrations.moe", "_grouped_mm", f"{hooks}:grouped_mm", has("input weight offs")),
-        _hook(longcat, "LongcatFlashExperts.forward", f"{hooks}:longcat_flash", chooses),
+        *(
+            _hook(f"models.{name}.modeling_{name}", f"{kind}.forward", f"{hooks}:choose_positions", indexes)
+            for name, kind in with_indexers.items()
+        ),
+        _hook("integrations.moe", "_grouped_mm", f"{experts}:grouped_mm", has("input weight offs")),
+        _hook(longcat, "LongcatFlashExperts.forward", f"{experts}:longcat_flash", chooses),
+        _hook(switch, "SwitchTransformersExperts.forward", f"{experts}:switch_transformers", of_switch),
+        _hook(jetmoe, "JetMoeTopKGating.forward", f"{experts}:jetmoe_gating", takes("self hidden_states")),
+        _hook(jetmoe, "JetMoeParallelExperts.forward", f"{experts}:jetmoe", sizes),
     ]
 
 

@@ -10,8 +10,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fastgen import releases
-from fastgen.decoding.kv.fixed import FixedKV, FixedStates, States
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.rows import Beams
+from fastgen.decoding.kv.states import FixedStates, States
 from fastgen.optimizer.transformers.cache_layers import (
     LayerForm,
     SharedHybridLayer,
@@ -28,6 +29,7 @@ from fastgen.optimizer.transformers.cache_layers import (
     of_layer,
     window_of,
 )
+from fastgen.optimizer.transformers.index_layers import SharedIndexedLayer, StepIndexedLayer, has_index
 
 
 class ExchangedLayers:
@@ -62,7 +64,10 @@ class ExchangedLayers:
         """Returns FastGen's replacement of a library layer; a layer that keeps nothing is returned unchanged."""
         if is_empty(layer):
             return layer
-        if not has_states(layer):
+        shared: SharedLayer
+        if has_index(layer):
+            shared = SharedIndexedLayer(layer, per_input, initial_capacity)
+        elif not has_states(layer):
             shared = SharedLayer(initial_capacity, window=window_of(layer))
         elif has_kv(layer):
             shared = SharedHybridLayer(layer, per_input, initial_capacity)
@@ -151,7 +156,9 @@ def _shared_layers(layers: Sequence[Any]) -> list[SharedLayer | SharedStates]:
 
 
 def _with_kv(layers: Sequence[Any]) -> list[SharedLayer]:
-    return [layer for layer in _shared_layers(layers) if isinstance(layer, SharedLayer)]
+    """Returns what FastGen's layers keep for each position: K and V, and keys of an indexer behind them."""
+    with_kv = [layer for layer in _shared_layers(layers) if isinstance(layer, SharedLayer)]
+    return [store for layer in with_kv for store in layer.stores]
 
 
 def _with_states(layers: Sequence[Any]) -> list[SharedStates]:
@@ -202,8 +209,9 @@ def states_in(cache: Cache) -> list[SharedStates]:
 
 
 def forms_of(cache: Cache) -> tuple[LayerForm, ...]:
-    """Returns what each self-attention layer keeps, for a cache with FastGen's layers after the prefill."""
-    return tuple(LayerForm.of(isinstance(layer, SharedLayer), of_layer(layer)) for layer in _parts(cache)[0].layers)
+    """Returns what each self-attention layer keeps after the prefill; () if none keeps more than K and V."""
+    found = tuple(map(LayerForm.of, _parts(cache)[0].layers))
+    return found if any(form.states or form.is_sparse for form in found) else ()
 
 
 def reads_too_much(cache: Any, per_input: int, prompt: int, to_generate: int) -> bool:
@@ -269,6 +277,8 @@ def _may_hold_nothing(layers: Sequence[Any]) -> bool:
 
 
 def _is_known(layer: Any) -> bool:
+    if has_index(layer):
+        return layer.indexer_position_ids is None
     is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
     return is_plain or has_states(layer) or is_empty(layer)
 
@@ -276,6 +286,8 @@ def _is_known(layer: Any) -> bool:
 def _stored(layer: Any) -> list[torch.Tensor]:
     """Returns the tensors that a library layer stores."""
     found = list(of_layer(layer).values())
+    if has_index(layer) and layer.is_indexer_initialized:
+        found.append(layer.indexer_keys)
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or layer.get_seq_length() == 0:
         return found
@@ -306,10 +318,10 @@ def cache_of(
     Args:
         cache_length: as for `StepLayer`. Masks are made for the longest row, whose length this is.
         of_rows: returns the length of each row, from which positions are computed; None to use `cache_length`.
-        forms: what each self-attention layer keeps, if some keep `states` besides or instead of K and V.
+        forms: what each self-attention layer keeps, if some keep more than K and V, or `states` instead.
     """
     given = cache_length if of_rows is None else of_rows
-    cache: Cache = StepCache(_step_layers(own, states, forms or [LayerForm(True, ())] * len(own), given))
+    cache: Cache = StepCache(_step_layers(own, states, forms or [LayerForm(True)] * len(own), given))
     if cross:
         of_source = StepCache([StepLayer(kv, partial(getattr, kv, "prefix_capacity")) for kv in cross])
         cache = EncoderDecoderCache(cache, of_source)
@@ -326,7 +338,9 @@ def _step_layers(
 ) -> list[Any]:
     kvs, fixed, layers = iter(own), iter(states), list[Any]()
     for form in forms:
-        if form.has_kv:
+        if form.is_sparse:
+            layers.append(StepIndexedLayer(next(kvs), next(kvs) if form.has_index else None, cache_length))
+        elif form.has_kv:
             kv = next(kvs)
             layers.append(
                 StepHybridLayer(kv, next(fixed), cache_length) if form.states else StepLayer(kv, cache_length)

@@ -11,9 +11,10 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from fastgen import releases
-from fastgen.decoding.kv.fixed import FixedKV, FixedStates, Name, States, of_each
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.kv.rows import Beams, rows_of
+from fastgen.decoding.kv.states import FixedStates, Name, States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 
 # ---- layers that keep states besides, or instead of, K and V
@@ -44,11 +45,16 @@ class LayerForm(NamedTuple):
     """What a layer keeps in the self-attention cache."""
 
     has_kv: bool
-    states: tuple[tuple[Name, torch.Size, torch.dtype], ...]  # shapes without the rows
+    states: tuple[tuple[Name, torch.Size, torch.dtype], ...] = ()  # shapes without the rows
+    is_sparse: bool = False  # attention reads some positions only
+    has_index: bool = False  # it keeps the keys by which they are chosen; another layer's choice is read otherwise
 
     @staticmethod
-    def of(has_kv: bool, states: States) -> LayerForm:
-        return LayerForm(has_kv, tuple((name, state.shape[1:], state.dtype) for name, state in states.items()))
+    def of(layer: Any) -> LayerForm:
+        """Returns what a layer of FastGen's keeps after the prefill."""
+        states = tuple((name, state.shape[1:], state.dtype) for name, state in of_layer(layer).items())
+        sparse = (getattr(layer, name, False) for name in ("is_sparse", "has_index"))
+        return LayerForm(isinstance(layer, SharedLayer), states, *sparse)
 
 
 def states_are_known(model: Any) -> bool:
@@ -267,6 +273,11 @@ class SharedLayer(KVCacheLayer):
 
     def release(self) -> None:
         self.kv.release()
+
+    @property
+    def stores(self) -> list[SharedLayer]:
+        """The layers that keep what this one stores for each position."""
+        return [self]
 
     def hand_over(self, layer: Any) -> None:
         """Copies what this layer has stored into a library layer."""

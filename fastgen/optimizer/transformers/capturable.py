@@ -18,6 +18,7 @@ CAPTURABLE = frozenset(
     ElectraForCausalLM EncoderDecoderModel Ernie4_5_VLMoeForConditionalGeneration Ernie4_5_VLMoeTextModel
     ErnieForCausalLM FSMTForConditionalGeneration FalconH1ForCausalLM FalconMambaForCausalLM FuyuForCausalLM
     GitForCausalLM GlmAsrForConditionalGeneration GraniteSpeechForConditionalGeneration
+    GraniteSpeechPlusForConditionalGeneration
     Idefics2ForConditionalGeneration Idefics3ForConditionalGeneration Kosmos2TextForCausalLM
     LEDForConditionalGeneration Lfm2VlForConditionalGeneration LongT5ForConditionalGeneration
     M2M100ForConditionalGeneration MambaForCausalLM MegatronBertForCausalLM MusicgenForCausalLM
@@ -27,7 +28,8 @@ CAPTURABLE = frozenset(
     RobertaPreLayerNormForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText
     SeamlessM4Tv2ForTextToText SmolVLMForConditionalGeneration Speech2TextForConditionalGeneration
     SpeechEncoderDecoderModel SpeechT5ForSpeechToText TrOCRForCausalLM UdopForConditionalGeneration
-    VisionEncoderDecoderModel XGLMForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM
+    VideoLlama3ForConditionalGeneration VisionEncoderDecoderModel XGLMForCausalLM XLMRobertaForCausalLM
+    XLMRobertaXLForCausalLM
     """.split()
 )
 # These count positions from the length of the cache, whatever positions they are given.
@@ -36,15 +38,18 @@ WITHOUT_POSITIONS = frozenset(
         "Exaone4_5_ForConditionalGeneration",
         "HyperCLOVAXVisionV2ForConditionalGeneration",
         "Kosmos2TextForCausalLM",
+        "Kosmos2_5ForConditionalGeneration",
     )
 )
 KOSMOS2, GPT_NEO, MPT = "Kosmos2TextForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM"
-# Those that need the hooks of captured/key_positions.py and special_models.py, and one of these.
+# Those that need the hooks of captured/key_positions.py and experts.py, and one of these.
 WITH_HOOKS = {
     "ProphetNetForConditionalGeneration": "ProphetNetNgramSelfAttention.forward",
     GPT_NEO: "GPTNeoSelfAttention._attn",
     MPT: "MptAttention.forward",
+    "JetMoeForCausalLM": "JetMoeParallelExperts.forward",
     "LongcatFlashForCausalLM": "LongcatFlashExperts.forward",
+    "SwitchTransformersForConditionalGeneration": "SwitchTransformersExperts.forward",
 }
 
 

@@ -68,12 +68,14 @@ STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
 _COUNTING = frozenset(
     """
     BertLMHeadModel BlipTextLMHeadModel CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
-    Kosmos2TextForCausalLM MegatronBertForCausalLM RobertaForCausalLM
+    Kosmos2TextForCausalLM Kosmos2_5ForConditionalGeneration MegatronBertForCausalLM RobertaForCausalLM
     RobertaPreLayerNormForCausalLM SeamlessM4TForSpeechToText SeamlessM4TForTextToText SeamlessM4Tv2ForSpeechToText
     SeamlessM4Tv2ForTextToText Speech2TextForConditionalGeneration SpeechT5ForSpeechToText TrOCRForCausalLM
     XLMRobertaForCausalLM XLMRobertaXLForCausalLM
     """.split()
 )
+# No verify has more tokens of a row than this.
+_MOST_VERIFIED = 16
 _PALIGEMMA = "PaliGemmaForConditionalGeneration"
 # The decoder attends to the whole source, whatever mask `generate` is given: Whisper's mask counts the frames of a
 # recording, and an image model may be given a mask of image patches. MusicGen Melody has zeros where there is padding.
@@ -85,6 +87,7 @@ _SOURCE_WITHOUT_MASK = frozenset(
 _UNREAD = {
     **dict.fromkeys(_SOURCE_WITHOUT_MASK, ("attention_mask",)),
     KOSMOS2: ("image_embeds", "image_embeds_position_mask"),
+    "Kosmos2_5ForConditionalGeneration": ("flattened_patches", "image_embeds_position_mask", "width", "height"),
     "UdopForConditionalGeneration": ("bbox", "visual_bbox"),
     "Qwen2AudioForConditionalGeneration": ("feature_attention_mask",),
     "MusicgenForConditionalGeneration": ("prefill_outputs", "input_values", "padding_mask", "audio_scales"),
@@ -196,6 +199,9 @@ def why_no_drafts(model: Any) -> str | None:
         return "a model with states that cannot go back"
     if special_models.reads_codebooks(model):
         return "rows of tokens that are codebooks"
+    capacity = getattr(text_config(model.config), "expert_capacity", None)
+    if capacity is not None and capacity < _MOST_VERIFIED:
+        return "experts that take fewer tokens of a sequence than a verify has"
     if any(class_of(part) in _COUNTING for part in parts_that_decode(model)):
         return "positions that the model counts from what it has stored and the tokens of a pass"
     return None

@@ -158,7 +158,8 @@ def _one_row_each(
         raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     several = per_input > 1 and takes_more_than_text(call.model)
     own = call.model.config
-    if several and any(may_be_several(own, input_ids, *each) for each in model_kwargs.items()):
+    some = {name: value for name, value in model_kwargs.items() if name not in _one_in_each(input_ids, model_kwargs)}
+    if several and any(may_be_several(own, input_ids, *each) for each in some.items()):
         raise NotAccelerated("pictures that the library repeats one by one")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {
@@ -257,6 +258,8 @@ def _repeat(value: Any, batch: int, per_input: int, axis: int = 0) -> Any:
 
 # Inputs of a multimodal model that have a row for each sequence.
 _PER_SEQUENCE = frozenset(("attention_mask", "position_ids", "inputs_embeds", "labels", *TOKEN_TYPES))
+# Kosmos-2.5's pictures, their sizes, and where their embeddings go.
+_WITH_PLACES = ("flattened_patches", "image_embeds_position_mask", "width", "height")
 _SOUNDS = frozenset(("input_features", "input_features_mask", "feature_attention_mask"))
 
 
@@ -277,6 +280,21 @@ def may_be_several(config: Any, ids: Tensor, name: str, value: Any) -> bool:
     if name not in _SOUNDS or token is None or len(value) != len(ids):
         return True
     return not bool(ids.eq(token).any(dim=1).all())
+
+
+def _one_in_each(ids: Tensor, model_kwargs: dict[str, Any]) -> frozenset[str]:
+    """Returns the inputs of pictures of which each prompt has one: if a mask says so where their embeddings go.
+
+    Args:
+        ids: [sequences, length], the prompts.
+    """
+    places = model_kwargs.get("image_embeds_position_mask")
+    if not isinstance(places, Tensor) or places.shape[:1] != ids.shape[:1] or places.dim() != 2:
+        return frozenset()
+    counts = (places != 0).sum(dim=1)
+    is_each = counts.numel() > 0 and bool((counts == counts[0]).all())
+    given = {name: model_kwargs.get(name) for name in _WITH_PLACES if is_each}
+    return frozenset(name for name, value in given.items() if isinstance(value, Tensor) and len(value) == len(ids))
 
 
 def encoded_once(model: Any, ids: Tensor, encoded: dict[str, Any], per_input: int) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What some kinds of models need besides the general hooks: codebooks, latents, mixtures of experts, Bark."""
+"""What some kinds of models need besides the general hooks: codebooks, latents, sparse attention, Bark."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from fastgen import counters, interrupts, settings
-from fastgen.decoding import layer_forms, library_code
-from fastgen.decoding.captured.recording import is_capturing
+from fastgen import releases
+from fastgen.decoding import library_code
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.view import KVView, of_latents
 from fastgen.decoding.layer_forms import Replacement, is_plain, runs_own_forward
-from fastgen.decoding.layers import FastLayers
-from fastgen.ops.linear import choose
+from fastgen.ops.stored_topk import stored_topk
+from fastgen.optimizer.transformers.cache_layers import StepCache
+from fastgen.optimizer.transformers.index_layers import StepIndexedLayer
 
 # ---- codebooks: models that read several rows of tokens per input, one for each codebook of the audio codec
 #
@@ -95,51 +97,37 @@ def _is_a_product(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and is_plain_or_ours and library_code.is_own(nn.Linear.forward)
 
 
-# ---- mixtures of experts: their linear ops, inside a call, are one operator each, which skips experts without tokens
+# ---- sparse attention: an indexer chooses the positions that attention reads
 
 
-def grouped_mm(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps `_grouped_mm(input, weight, offs)`; the weight is [experts, K, N]."""
-    found: dict[str, Any] = dict(zip(("input", "weight", "offs"), args, strict=False)) | kwargs
-    given: list[Any] = [found.get(name) for name in ("input", "weight", "offs")]
-    try:
-        if settings.current().packed_weights != "never" and _is_served(*given):
-            x, weight, ends = given
-            return choose.expert_linear(x, weight.transpose(1, 2), ends)
-    except Exception as error:
-        interrupts.pass_on(error)
-        counters.count_fallback("experts", f"{type(error).__name__}: {error}")
-    return wrapped(*args, **kwargs)
-
-
-def longcat_flash(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps `LongcatFlashExperts.forward(hidden_states, top_k_index, top_k_weights)`, which asks the host which experts
-    have tokens. In a captured step, tokens are sorted by expert. The last experts return their input.
-    """
-    if not is_capturing() or kwargs or len(args) != 3 or module.gate_up_proj is None:
+def choose_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `forward` of an indexer. In a captured step, it chooses among the positions that each query may read."""
+    cache = releases.cache_in(kwargs)
+    layer = cache.layers[module.layer_idx] if type(cache) is StepCache else None
+    if not isinstance(layer, StepIndexedLayer) or layer.index is None:
         return wrapped(*args, **kwargs)
-    from transformers.integrations import moe  # not in every release
-
-    x, chosen, weights = args
-    count = module.num_routed_experts
-    numbers, order = chosen.flatten().sort()
-    ends = torch.searchsorted(numbers, torch.arange(count, device=x.device), right=True, out_int32=True)
-    rows = x[order // chosen.shape[1]]
-    gate, up = moe._grouped_mm(rows, module.gate_up_proj[:count].transpose(1, 2), ends).chunk(2, dim=-1)
-    found = moe._grouped_mm(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), ends)
-    found = torch.where(numbers.unsqueeze(1) < count, found, rows) * weights.flatten()[order].unsqueeze(1)
-    in_order = torch.empty_like(found).index_copy_(0, order, found)
-    return in_order.unflatten(0, chosen.shape).sum(dim=1).to(x.dtype)
+    with _ChoosesStored(layer.index):
+        return wrapped(*args, **kwargs)
 
 
-def _is_served(x: Any, weight: Any, ends: Any) -> bool:
-    if type(weight) not in (Tensor, nn.Parameter) or type(ends) is not Tensor or weight.dim() != 3:
-        return False
-    if not layer_forms.serves(x, weight.dtype):
-        return False
-    # A recording refuses to be asked for an address, and runs no other model's code.
-    is_here = is_capturing() or FastLayers.have_experts(weight)
-    return is_here and choose.serves_experts(x, weight.transpose(1, 2), ends)
+class _ChoosesStored(TorchFunctionMode):
+    """Replaces `Tensor.topk` of scores, [rows, queries, positions]."""
+
+    def __init__(self, index: FixedKV) -> None:
+        super().__init__()
+        self._index = index
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not Tensor.topk or len(args) != 2 or kwargs != {"dim": -1}:
+            return func(*args, **kwargs)
+        scores, k = args
+        if self._index.has_drafts:  # of rows of other lengths, the model's mask shows rejected ones
+            scores = scores.masked_fill(~self._index.counts(), -torch.inf)
+        if not scores.is_cpu:
+            return scores.topk(k)
+        indices = stored_topk(scores, self._index.firsts_of_rows(), k)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
 # ---- Bark

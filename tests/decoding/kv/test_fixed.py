@@ -194,7 +194,7 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
 def test_a_mask_that_is_added(device, lowest):
     """It is always read: the model may have learned what says nothing now."""
     _, kv, _ = begun(device, at_end=False, width=2)
-    seen = kv._counts().unsqueeze(1)
+    seen = kv.counts().unsqueeze(1)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, lowest)
     kv.host_may_wait = True
     assert torch.equal(kv._needed(mask, 2), mask)

@@ -1,9 +1,13 @@
 """`KVView` behaves like the full tensor, and the operations of attention never build the full tensor."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fastgen.decoding.kv.fixed import FixedKV
+from fastgen.decoding.kv.rows import StepState
 from fastgen.decoding.kv.view import KVView, of_latents
 
 BATCH, PER_INPUT, HEADS, PREFIX, SUFFIX, DIM = 2, 3, 2, 7, 4, 8
@@ -182,3 +186,52 @@ def test_writing_is_refused_rather_than_lost(write, pair):
     (keys, _), _ = pair
     with pytest.raises(RuntimeError):
         write(keys)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("halves", [False, True], ids=["all heads", "halves"])
+@pytest.mark.parametrize("of_step", [False, True], ids=["hooks", "step"])
+def test_heads_repeated_one_after_the_other(of_step: bool, halves: bool, group: int) -> None:
+    """As in DiffLlama, of V a half for each of two attentions, and in JetMoe."""
+    generator, (batch, per_input, heads, dim) = torch.Generator().manual_seed(0), (2, 2, 4, 8)
+    keys, values = (torch.randn(batch, heads, 5, dim, generator=generator) for _ in range(2))
+    own = [torch.randn(batch * per_input, heads, 1, dim, generator=generator) for _ in range(2)]
+    query = torch.randn(batch * per_input, (1 if halves else 2) * heads * group, 1, dim, generator=generator)
+    if of_step:
+        state = StepState(batch, per_input, 3, torch.device("cpu"))
+        kv = FixedKV(keys, values, state, 9, has_suffix=True)
+        kv.load(keys, values, torch.zeros(batch), torch.full((batch,), 5), at_end=True)
+        k, v = kv.write(*own)
+    else:
+        k, v = (KVView.of(prefix, suffix, per_input) for prefix, suffix in zip((keys, values), own, strict=True))
+    full = [
+        torch.cat([prefix.repeat_interleave(per_input, dim=0), suffix], dim=2)
+        for prefix, suffix in zip((keys, values), own, strict=True)
+    ]
+
+    def attend(k: Any, v: Any) -> torch.Tensor:
+        parts = torch.chunk(v, 2, dim=1) if halves else (v,)
+        k = k if halves else k.repeat(1, 2, 1, 1)
+        values = [each.repeat(1, 2, 1, 1) for each in parts]
+        return torch.cat([F.scaled_dot_product_attention(query, k, v, enable_gqa=group > 1) for v in values], dim=-1)
+
+    torch.testing.assert_close(attend(k, v), attend(*full))
+    if not of_step:
+        tiled, wanted = k.repeat(1, 2, 1, 1), full[0].repeat(1, 2, 1, 1)
+        assert torch.equal(tiled.materialize(), wanted)
+        x = torch.randn(batch * per_input, 2 * heads, 1, dim, generator=generator)
+        torch.testing.assert_close(x @ tiled.transpose(2, 3), x @ wanted.transpose(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_of_an_indexer(dtype: torch.dtype) -> None:
+    """[rows, positions, dim], which several heads of each query read."""
+    generator, (batch, per_input, queries, heads, dim) = torch.Generator().manual_seed(0), (2, 3, 2, 4, 8)
+    prefix = torch.randn(batch, 1, 5, dim, generator=generator).to(dtype)
+    suffix = torch.randn(batch * per_input, 1, 3, dim, generator=generator).to(dtype)
+    query = torch.randn(batch * per_input, queries, heads, dim, generator=generator)
+    full = torch.cat([prefix.repeat_interleave(per_input, dim=0), suffix], dim=2).squeeze(1)
+    view = KVView.of(prefix, suffix, per_input)
+    keys = view.reshape(batch * per_input, 8, dim).transpose(-1, -2).float().unsqueeze(1)
+    assert isinstance(keys, KVView) and torch.equal(keys.materialize(), full.transpose(-1, -2).float().unsqueeze(1))
+    torch.testing.assert_close(torch.matmul(query, keys), torch.matmul(query, keys.materialize()))

@@ -11,8 +11,9 @@ from transformers.cache_utils import Cache
 
 from fastgen.decoding.captured.capturable import RowLengths, SymbolicLength
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv.fixed import FixedKV, FixedStates, Name
+from fastgen.decoding.kv.fixed import FixedKV
 from fastgen.decoding.kv.rows import StepState
+from fastgen.decoding.kv.states import FixedStates, Name
 from fastgen.decoding.program_memory import LEAST_LENGTH, Growing
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
@@ -137,7 +138,7 @@ class StepBuffers:
         """Returns the cache for a step at another position, whose longest row has `length` positions before it."""
         bounds = SymbolicLength.of(length, self.sizes.cached, self.sizes.cached + self.sizes.new)
         own = [kv.view(position) for kv in self.own]
-        return cache_of(own, self.cross, bounds, self._lengths_at(position, bounds, search))
+        return cache_of(own, self.cross, bounds, self._lengths_at(position, bounds, search), self._key.forms)
 
     def _lengths_at(
         self, position: StepState, bounds: SymbolicLength, search: Search

@@ -16,7 +16,7 @@ from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.search import NOT_NUMBERS, Search
-from fastgen.decoding.kv.fixed import saved_states
+from fastgen.decoding.kv.states import saved_states
 from fastgen.decoding.kv.view import CannotBeCaptured, OfThisCall
 from fastgen.decoding.retrying import RandomState
 from fastgen.optimizer.transformers import user_code

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen import releases
-from fastgen.decoding.kv.fixed import States, of_each
+from fastgen.decoding.kv.states import States, of_each
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.ops.gpu import power_of_two
 from fastgen.optimizer.transformers import cache_layers as states_of_layers
@@ -103,7 +103,7 @@ class Key:
     draft: Any = None  # a `DraftKey` if the step verifies a draft
     slots: bool = False  # inputs come and go while others continue: each row has its own length
     adapters: Adapters = ACTIVE  # adapters that rows may use
-    forms: tuple[LayerForm, ...] = ()  # of each layer, if some keep states instead of K and V
+    forms: tuple[LayerForm, ...] = ()  # of each layer, if some keep more than K and V, or states
     codebooks: Codebooks = PLAIN  # rows of the search, if they differ from those of the model
     maps_rows: bool = False  # spare rows may verify the draft of another row, whose K and V they share
 
@@ -289,7 +289,8 @@ def prefilled(
     if books != PLAIN and eos:
         raise CannotBeCaptured("codebooks that end for themselves")
     (own, cross), with_states = layers_of(call.store.cache), states_in(call.store.cache)
-    if not with_states:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
+    forms = forms_of(call.store.cache)
+    if not forms:  # a decoder may have fewer layers than its configuration says: MBart's counts the encoder's
         own, cross = _without_last_unused(own), None if cross is None else _without_last_unused(cross)
     is_filled = all(layer.kv.length for layer in own) and all(map(states_of_layers.have_begun, with_states))
     if not (is_filled and (own or with_states)):
@@ -350,7 +351,7 @@ def prefilled(
         logits=call.prefilled.logits[:, -1],
         eos=eos,
         states=[layer.prompt_states() for layer in with_states],
-        forms=forms_of(call.store.cache) if with_states else (),
+        forms=forms,
     )
     return prompt, windows(model, [layer.window for layer in own])
 

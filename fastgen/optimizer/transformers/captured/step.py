@@ -16,7 +16,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.capturable import capturable
 from fastgen.decoding.captured.graph import CapturedPart, Piece
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.kv import fixed
+from fastgen.decoding.kv.states import saved_states
 from fastgen.decoding.speculation.speculative_search import SpeculativeSearch
 from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.captured.buffers import StepBuffers
@@ -271,7 +271,7 @@ class DecodeStep:
             CannotBeCaptured: as in `verify`.
         """
         # The real step stores the same K and V once more. States would advance twice, so they are restored.
-        with undoing(fixed.saved_states(self.buffers.states)), self.forward.watched(self._cache):
+        with undoing(saved_states(self.buffers.states)), self.forward.watched(self._cache):
             capturable(partial(self._logits, model))()
 
     # ---- slots: inputs come and go while others continue
