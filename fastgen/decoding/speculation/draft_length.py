@@ -38,7 +38,7 @@ DRAFT, HOST = 0, -100
 # The latest timings of a part in a call, of which the median is taken; the number that is enough for one, because the
 # first run of a part is slow; and calls whose medians are kept. The least median counts, as only disturbances add time.
 _KEPT, _ENOUGH, _MEDIANS = 16, 2, 4
-# Calls that draft after which the timings of a verify that none of them has used are dropped.
+# Calls that draft after which a verify that none of them has used is timed again.
 _CALLS_UNTIMED = 16
 
 
@@ -122,20 +122,20 @@ class Timings:
         """Returns the least of the medians of some calls; None while there are too few timings."""
         return min([*self._medians, *self._median()], default=None)
 
-    def begin_call(self, was_missed: bool) -> None:
-        """Begins another call. Timings of a part that runs seldom are collected over several calls.
+    @property
+    def is_old(self) -> bool:
+        """Whether calls have missed the part for long, after timings that may be those of a busy machine."""
+        return self._missed >= _CALLS_UNTIMED and not self._median()
 
-        The timings of a part that calls have missed for long are dropped. They may be those of a busy machine, because
-        of which the part would never run again.
-        """
-        self._missed = self._missed + was_missed if not self.has_run else 0
-        self.has_run = False
+    def begin_call(self, was_missed: bool) -> None:
+        """Begins another call. Timings of a part that runs seldom are collected over several calls."""
         if self._median():
             self._medians.extend(self._median())
             self._of_this_call.clear()
-        if self._missed >= _CALLS_UNTIMED:
             self._missed = 0
-            self._medians.clear()
+        else:
+            self._missed += was_missed
+        self.has_run = False
 
     def _median(self) -> list[float]:
         found = sorted(self._of_this_call)
@@ -145,7 +145,8 @@ class Timings:
 class Costs:
     """Times of a step's iterations, from the medians of their parts; and what its calls leave to the next one.
 
-    The time of a verify that was not timed is interpolated from those of other numbers of tokens.
+    The time of a verify that was not timed is interpolated from those of other numbers of tokens. So is that of a
+    verify that calls have missed for long, which would never run again if it had been timed on a busy machine.
 
     Attributes:
         plain: seconds of a plain call's step; None if it was not timed, and a verify of one position is used instead.
@@ -202,7 +203,7 @@ class Costs:
 
     def baseline(self) -> float | None:
         """Returns the seconds of an iteration without a draft, as in a plain call; None if they are not known."""
-        return self.plain if self.plain is not None else self.seconds(1)
+        return self._verifies().get(self.rows)
 
     def iterations(self) -> dict[int, float]:
         """Returns the seconds of iterations by the number of drafted tokens; empty while no verify was timed."""
@@ -230,8 +231,10 @@ class Costs:
 
     def _verifies(self) -> dict[int, float]:
         """Returns the seconds of verifies by their number of tokens."""
-        timed = ((self._positions(part - 1), self.seconds(part)) for part in self._parts if part > 0)
-        found = {tokens: seconds for tokens, seconds in timed if seconds is not None}
+        found = {}
+        for part, known in self._parts.items():
+            if part > 0 and not known.is_old and (seconds := known.seconds()) is not None:
+                found[self._positions(part - 1)] = seconds
         return found if self.plain is None else {**found, self.rows: self.plain}
 
 

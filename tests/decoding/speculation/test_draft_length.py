@@ -241,10 +241,11 @@ def test_timings_that_vary(rate: float) -> None:
     assert sum(taken) / 20 < (0.62 if rate else 1.04)
 
 
-def test_a_verify_that_was_disturbed_is_tried_again() -> None:
+@pytest.mark.parametrize("only_timed", [False, True])
+def test_a_verify_that_was_disturbed_is_tried_again(only_timed: bool) -> None:
     """Otherwise one slow timing would be the last. A verify that is always slow is tried rarely."""
     calls = Calls(CHEAP, knows=False)
-    calls.costs.plain = 1.0
+    calls.costs.plain, calls.costs.only_timed = 1.0, only_timed
     timed(calls.costs, {1: 1.0, 2: 1.08, 4: 1.17, 8: 20.0}, 0.3)
     drafted = [(calls.run(always(1.0)), max(calls.lengths))[1] for _ in range(20)]
     assert drafted[0] == 3 and drafted[18:] == [7] * 2
