@@ -194,9 +194,9 @@ def test_what_a_row_has_stored_before_it_was_cut_is_known(monkeypatch: pytest.Mo
     with fastgen.disabled():
         said = model.generate(**inputs, **options)[0, -length:].tolist()
 
-    def propose(self: PromptLookup, row: int, most: int) -> list[int]:
+    def propose(self: PromptLookup, row: int, most: int) -> tuple[list[int], int]:
         known = len(self._rows[row]._tokens) - int(inputs["attention_mask"][row].sum())
-        return said[known : known + most] if row == 0 else []
+        return (said[known : known + most], 1) if row == 0 else ([], 0)
 
     monkeypatch.setattr(PromptLookup, "propose", propose)
     end = inputs["input_ids"].shape[1] + 6

@@ -15,7 +15,6 @@ from fastgen.decoding.speculation.draft_sources import DraftWeights
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
 from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
-from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.drafts import SelfDraft
 from tests.equivalence.captured import record_from
 from tests.equivalence.models import LONG, SHORT
@@ -32,7 +31,7 @@ def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(pays, "ASKED_FOR", 100)
     monkeypatch.setattr(SelfDraft, "is_prepared", True)
     monkeypatch.setattr(pays, "SHARE", 1e9)
-    monkeypatch.setattr(decoding, "LEAST_GAIN", -1e9)
+    monkeypatch.setattr(draft_length, "LEAST_GAIN", -1e9)
     fastgen.enable(self_speculation="int8", captured_step="auto")
 
 
@@ -78,7 +77,7 @@ def test_samples_are_those_of_plain_calls_meanwhile() -> None:
 
 
 def test_weights_are_not_copied_if_a_verify_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "LEAST_GAIN", 1.0)
+    monkeypatch.setattr(draft_length, "LEAST_GAIN", 1.0)
     monkeypatch.setattr(draft_length, "MOST_CALLS", 3)
     model, inputs = of_its_own("llama", 2)
     for _ in range(9):

@@ -1,14 +1,13 @@
 """The draft-length policy: how many tokens a draft-verify iteration drafts.
 
 `Chance` is the acceptance of drafted tokens, a moving average. `Costs` has the times of iterations, from the medians of
-their parts. `DraftLength` chooses the lengths of a call by both, within a budget of time that the call may lose. In
+their parts. `DraftLength` chooses the lengths of a call by both, within a budget of time that calls may lose. In
 float32, no token depends on the lengths. All of it is arithmetic on the host, of a few microseconds per iteration.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
@@ -21,17 +20,17 @@ AT_FIRST = 2
 # like the acceptance of the last call. Then each trial has at least this weight.
 _ACCEPTANCE, _TRIALS_BEFORE, _WEIGHT = 0.7, 2.0, 0.1
 
-# The part of a plain call's time that a call may lose.
+# The part of the time of plain calls that calls may lose.
 _TOLERANCE = 0.02
-# If drafts are found in a text, rows have them at different times. The tokens that rows have more than the slowest row
-# count as gained, up to this part of the call. If rows share a verify, each such token lowers the value of another one.
-_MOST_AHEAD, _AHEAD_COUNTS = 0.08, 0.8
+# The tokens that a row has more than the slowest row, with which the call ends, count less and less: together as much
+# as this part of the call. If drafts are found in a text, each row has them at another time.
+_MOST_AHEAD = 0.05
 # A call pays if it saves at least this part of a plain call's time.
 LEAST_GAIN = 0.07
 
-# Back-off, at first and at most: iterations without a draft before a short one is tried, and calls until a verify that
-# was not chosen is timed again. The most plain calls after calls that have not paid.
-_ITERATIONS, _CALLS_UNTIMED = (8, 128), (2, 64)
+# Back-off, at first and at most: iterations without a draft before a short one is tried. The most plain calls after
+# calls that have not paid.
+_ITERATIONS = (8, 128)
 MOST_CALLS = 64
 
 # Parts besides verifies, which are identified by their number of positions: a draft step, and the host's work.
@@ -39,6 +38,8 @@ DRAFT, HOST = 0, -100
 # The latest timings of a part in a call, of which the median is taken; the number that is enough for one, because the
 # first run of a part is slow; and calls whose medians are kept. The least median counts, as only disturbances add time.
 _KEPT, _ENOUGH, _MEDIANS = 16, 2, 4
+# Calls that draft after which a verify that none of them has used is timed again.
+_CALLS_UNTIMED = 16
 
 
 def of_calls() -> BackOff:
@@ -54,7 +55,7 @@ def can_begin(costs: Costs, tokens: int) -> bool:
     plain = costs.baseline()
     if plain is None or not costs.knows(has_model=False):
         return True
-    return costs.iterations()[costs.lengths[1]] - plain <= _TOLERANCE * tokens * plain
+    return costs.iterations()[costs.lengths[1]] - plain <= plain * (costs.credit_of(tokens) + _TOLERANCE * tokens)
 
 
 # ---- acceptance
@@ -103,33 +104,38 @@ def by_gain(drafts: Iterable[tuple[float, float, int]]) -> list[tuple[float, int
 # ---- costs
 
 
-class _Timings:
+class Timings:
     """Seconds of the last runs of a part."""
 
     def __init__(self) -> None:
         self._of_this_call: deque[float] = deque(maxlen=_KEPT)
         self._medians: deque[float] = deque(maxlen=_MEDIANS)  # of earlier calls
-        self.has_run = self.is_old = False  # has run in this call; has not run for long
-        self._back_off, self._was_old = BackOff(*_CALLS_UNTIMED), False
+        self._missed = 0  # calls that could have run the part, but did not
+        self.has_run = False  # in this call
 
     def add(self, seconds: float) -> None:
+        """Notes the seconds of a run."""
         self._of_this_call.append(seconds)
         self.has_run = True
-        self.is_old &= len(self._of_this_call) < _ENOUGH
 
     def seconds(self) -> float | None:
         """Returns the least of the medians of some calls; None while there are too few timings."""
         return min([*self._medians, *self._median()], default=None)
 
-    def begin_call(self, other_parts_ran: bool) -> None:
+    @property
+    def is_old(self) -> bool:
+        """Whether calls have missed the part for long, after timings that may be those of a busy machine."""
+        return self._missed >= _CALLS_UNTIMED and not self._median()
+
+    def begin_call(self, was_missed: bool) -> None:
         """Begins another call. Timings of a part that runs seldom are collected over several calls."""
         if self._median():
-            (self._back_off.fail if self._was_old else self._back_off.succeed)()
             self._medians.extend(self._median())
             self._of_this_call.clear()
-        elif other_parts_ran and not self.is_old:
-            self.is_old = not self._back_off.waits()
-        self._was_old, self.has_run = self.is_old, False
+            self._missed = 0
+        else:
+            self._missed += was_missed
+        self.has_run = False
 
     def _median(self) -> list[float]:
         found = sorted(self._of_this_call)
@@ -137,14 +143,15 @@ class _Timings:
 
 
 class Costs:
-    """Times of a step's iterations, from the medians of their parts; and the acceptance of its drafts.
+    """Times of a step's iterations, from the medians of their parts; and what its calls leave to the next one.
 
-    The time of a verify that was never timed is interpolated from those of other numbers of tokens. So is that of a
-    verify that calls have not used for long: it may have been timed on a busy machine, and would never run again.
+    The time of a verify that was not timed is interpolated from those of other numbers of tokens. So is that of a
+    verify that calls have missed for long, which would never run again if it had been timed on a busy machine.
 
     Attributes:
         plain: seconds of a plain call's step; None if it was not timed, and a verify of one position is used instead.
         acceptance: the probability that a drafted token is accepted if those before are, in the last iterations.
+        credit: the time that earlier calls could have lost, but did not, in plain steps.
         only_timed: only lengths whose verify was timed may be drafted, because calls must not record anything.
         short_calls: number of calls that had too few tokens for a draft, since the parts were timed.
 
@@ -157,17 +164,18 @@ class Costs:
         self.rows, self.lengths, self.is_ragged = rows, lengths, is_ragged
         self.plain: float | None = None
         self.acceptance = _ACCEPTANCE
+        self.credit = 0.0
         self.only_timed = False
         self.forget()
 
     def forget(self) -> None:
         """Drops all timings, because the machine may have been busy."""
-        self._parts: dict[int, _Timings] = {}
+        self._parts: dict[int, Timings] = {}
         self.short_calls = 0
 
     def add(self, part: int, seconds: float) -> None:
         """Notes the seconds of a part: a verify of this many positions, `DRAFT` or `HOST`."""
-        self._parts.setdefault(part, _Timings()).add(seconds)
+        self._parts.setdefault(part, Timings()).add(seconds)
 
     def begin_call(self) -> None:
         """Begins another call. A verify of drafted tokens was missed if another one has run in the last call."""
@@ -176,6 +184,10 @@ class Costs:
         first = 1 if self.plain is None else 2
         for part, known in self._parts.items():
             known.begin_call(has_drafted and part >= first)
+
+    def credit_of(self, tokens: int) -> float:
+        """Returns how much of the credit a call of this many tokens may use: as much as it may lose by itself."""
+        return min(self.credit, _TOLERANCE * tokens)
 
     def seconds(self, part: int) -> float | None:
         """Returns the median of a part; None while there are too few timings."""
@@ -187,8 +199,7 @@ class Costs:
 
     def knows(self, has_model: bool) -> bool:
         """Whether the times of a draft and of its verify are known."""
-        has_verify = max(self._verifies(), default=0) > self.rows
-        return has_verify and (not has_model or self.seconds(DRAFT) is not None)
+        return max(self._verifies(), default=0) > self.rows and (not has_model or self.seconds(DRAFT) is not None)
 
     def baseline(self) -> float | None:
         """Returns the seconds of an iteration without a draft, as in a plain call; None if they are not known."""
@@ -206,21 +217,25 @@ class Costs:
         found[0] = plain if self.plain is None or own is None else min(max(own + host, plain), found[0])
         return found
 
-    def most_gain(self) -> float:
-        """Returns the part of a plain call's time that drafts would save if all tokens were accepted."""
-        of, each = self.iterations(), self.rows if self.is_ragged else 1
-        return 1 - min(of[k] / (k / each + 1) for k in self.lengths[1:]) / self._verifies()[self.rows]
+    @property
+    def cannot_pay(self) -> bool:
+        """Whether drafts would save too little of a plain call's time even if all tokens were accepted."""
+        plain = self.baseline()
+        if plain is None or not self.knows(has_model=False):
+            return False
+        of = self.iterations()
+        return min(of[k] * self.rows / self._positions(k) for k in self.lengths[1:]) > (1 - LEAST_GAIN) * plain
 
     def _positions(self, length: int) -> int:
         return self.rows + length if self.is_ragged else self.rows * (length + 1)
 
     def _verifies(self) -> dict[int, float]:
         """Returns the seconds of verifies by their number of tokens."""
-        found = {} if self.plain is None else {self.rows: self.plain}
+        found = {}
         for part, known in self._parts.items():
             if part > 0 and not known.is_old and (seconds := known.seconds()) is not None:
-                found.setdefault(self._positions(part - 1), seconds)
-        return found
+                found[self._positions(part - 1)] = seconds
+        return found if self.plain is None else {**found, self.rows: self.plain}
 
 
 def _interpolated(table: dict[int, float], at: int) -> float:
@@ -245,28 +260,28 @@ class DraftLength:
     by the time of the iteration, but with sums over rows and measured times. The acceptance of a row begins with that
     of all rows, and that with the last call's.
 
-    A call may lose a fiftieth of a plain call's time, counted for the row with the fewest tokens, with which the call
-    ends. What drafts have lost so far, and what the next one loses if all is rejected, must be less (`_budget`).
+    Calls may lose a fiftieth of plain calls' time, counted for the row with the fewest tokens, with which a call ends.
+    What drafts have lost so far, and what the next one loses if all is rejected, must be less. What a call leaves is
+    the credit of the next one, which may lose at most twice its own part.
 
     After an iteration without a draft, a short one is tried after intervals that double until one pays. Drafts that are
-    found in a text need no trial, because it is known what they would have gained (`learn`).
+    found in a text need no trial, because it is known what they would have gained.
 
     Args:
         costs: of the step, kept for the next call.
         rows: number of rows of the call.
         tokens: the most tokens that each row may get.
         has_model: a model drafts, which takes time.
-        schedule: determines the number of tokens to draft instead.
     """
 
-    def __init__(self, costs: Costs, rows: int, tokens: int, has_model: bool, schedule: Schedule | None = None) -> None:
+    def __init__(self, costs: Costs, rows: int, tokens: int, has_model: bool) -> None:
         self.costs = costs
-        self._most_tokens, self._has_model, self._schedule = tokens, has_model, schedule
+        self._most_tokens, self._has_model = tokens, has_model
+        self._credit, self._most_ahead = costs.credit_of(tokens), max(_MOST_AHEAD * tokens, 1.0)
         self._all = Chance(costs.acceptance, _WEIGHT / rows, _TRIALS_BEFORE * rows)
         self._chances: dict[int, Chance] = {}  # of rows that have had a draft
         self._tokens, self._slowest = [0] * rows, 0  # number of each row's tokens, and the least of them
         self._iterations: Counter[int] = Counter()  # by length
-        self._has_measured = False
         self._trials = BackOff(*_ITERATIONS)
         self._of = costs.iterations()  # seconds of iterations, by length
 
@@ -278,28 +293,27 @@ class DraftLength:
             available: how many tokens there are for each of these rows, if drafts exist already. Then the next larger
                 length is used, and its surplus places are ignored.
         """
-        there = most if available is None else max(available, default=0)
-        if not rows or there <= 0:
+        counts = [most] * len(rows) if available is None else available
+        if max(counts, default=0) <= 0:
             return 0
         costs = self.costs
         lengths = [k for k in costs.lengths if costs.allows(k) and (k <= most or costs.is_ragged)]
-        wanted = self._schedule.length if self._schedule is not None else self._to_be_timed()
+        wanted = self._to_be_timed()
         if wanted is None:
-            return self._best(rows, lengths, available)
-        if costs.is_ragged:
-            return wanted
-        if available is not None:
-            return min((k for k in lengths if k >= min(wanted, there)), default=lengths[-1])
-        # A schedule may ask for fewer tokens than the shortest draft has.
-        return max((k for k in lengths if k <= wanted), default=0) or max(lengths[:2]) * (wanted > 0)
+            return self._best(rows, lengths, counts, are_found=available is not None)
+        return wanted if wanted in lengths else lengths[-1]
 
-    def shares(self, rows: Sequence[int], available: Sequence[int], length: int) -> list[int]:
-        """Returns how many tokens of each row are drafted if rows share a verify of `length` drafted tokens.
+    def counts(self, rows: Sequence[int], available: Sequence[int], length: int) -> list[int]:
+        """Returns how many of the available tokens of each row an iteration of this length drafts.
 
-        The tokens most likely to be accepted are drafted, also in the places of finished rows.
+        If rows share the tokens of a verify, those most likely to be accepted are drafted, also in the places of
+        finished rows.
         """
+        if not (length and self.costs.is_ragged):
+            return [min(count, length) for count in available]
         counts = [0] * len(rows)
-        for _, row in self._by_gain(rows, available)[: self.costs.rows + length - len(rows)]:
+        drafts = zip(self._weights(rows), map(self._chance, rows), available, strict=True)
+        for _, row in by_gain(drafts)[: self.costs.rows + length - len(rows)]:
             counts[row] += 1
         return counts
 
@@ -309,130 +323,65 @@ class DraftLength:
         Args:
             rows: those of `choose`.
             length: the length that it was run for; 0 without a draft.
-            drafted, accepted: numbers of tokens of each of these rows.
+            drafted, accepted: numbers of tokens of each of these rows. Without a draft, what one would have gained: for
+                each row whether a first token was found, and whether it was right.
         """
         self._of = self.costs.iterations()
-        for row, kept in zip(rows, accepted, strict=True):
-            self._tokens[row] += 1 + kept
-        self._slowest = min(self._tokens[row] for row in rows)
-        self._iterations[length] += 1
-        if self._schedule is not None:
-            self._schedule.observe(drafted, accepted)
-        self._note(rows, drafted, accepted)
-        plain = self.costs.baseline()
-        if any(drafted) and plain and (1 + sum(accepted) / len(rows)) * plain > self._of[length]:
-            self._trials.succeed()
-
-    def learn(self, rows: Sequence[int], hits: Sequence[bool | None]) -> None:
-        """Notes what drafts would have gained in an iteration without one.
-
-        Args:
-            hits: for each row, whether the first token found for it was right; None if none was found.
-        """
-        self._note(rows, [hit is not None for hit in hits], [hit or False for hit in hits])
-
-    def _note(self, rows: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         for row, count, kept in zip(rows, drafted, accepted, strict=True):
+            self._tokens[row] += 1 + kept * (length > 0)
             if count:
                 if row not in self._chances:
                     self._chances[row] = Chance(self._all.value, _WEIGHT, _TRIALS_BEFORE, self._all)
                 self._chances[row].note(count, kept)
         self.costs.acceptance = self._all.value
-
-    @property
-    def cannot_pay(self) -> bool:
-        """Whether the call could not pay with any of the step's lengths, even if all tokens were accepted."""
-        costs = self.costs
-        is_known = self._schedule is None and costs.baseline() is not None and costs.knows(self._has_model)
-        return is_known and costs.most_gain() < LEAST_GAIN
+        self._slowest = min(self._tokens[row] for row in rows)
+        self._iterations[length] += 1
+        plain = self.costs.baseline()
+        if plain:
+            self.costs.credit = max(self._budget(plain, self._slowest) / plain, 0.0)
+            if length and (1 + sum(accepted) / len(rows)) * plain > self._of[length]:
+                self._trials.succeed()
 
     def pays(self) -> bool | None:
         """Whether the call has taken less time than a plain one; None if that is not known."""
         plain = self.costs.baseline()
-        if self._schedule is not None or self._has_measured or not plain:
-            return None
-        return self._slowest * plain - self._seconds() >= LEAST_GAIN * plain * self._slowest
+        return (1 - LEAST_GAIN) * self._slowest * plain >= self._seconds() if plain else None
 
     def _to_be_timed(self) -> int | None:
         """Returns the length of an iteration to time first, while times are unknown; None once they are known."""
-        wanted = None
         if not self.costs.knows(self._has_model):
-            wanted = self.costs.lengths[AT_FIRST]
-        elif not self.costs.baseline():
-            wanted = 0
-        self._has_measured |= wanted is not None
-        return wanted
+            return self.costs.lengths[AT_FIRST]
+        return None if self.costs.baseline() else 0
 
-    def _best(self, rows: Sequence[int], lengths: Sequence[int], available: Sequence[int] | None) -> int:
+    def _best(self, rows: Sequence[int], lengths: Sequence[int], available: Sequence[int], are_found: bool) -> int:
         plain = self.costs.baseline() or 0.0
-        budget = self._budget(plain, rows, available is not None)
-        gains = self._gains(rows, available)
-        expected = sum(self._weights(rows))
-        best, fastest = 0, expected / self._of[0]
-        for before, k in itertools.pairwise(lengths):
-            if before >= len(gains):
-                break  # a shorter draft holds all tokens
-            expected += sum(gains[before:k])
-            if self._of[k] - plain <= budget and expected > fastest * self._of[k]:
-                best, fastest = k, expected / self._of[k]
-        if best or available is not None or len(lengths) < 2 or self._trials.waits():
+        budget = self._budget(plain, self._most_tokens)
+        if are_found:
+            budget += plain * self._most_ahead * (1 - sum(self._weights(rows)) / len(rows))
+        lengths = [k for k in lengths if not k or self._of[k] - plain <= budget]
+        best = max(lengths, key=lambda k: self._expected(rows, self.counts(rows, available, k)) / self._of[k])
+        if best or are_found or len(lengths) < 2 or self._trials.waits():
             return best
-        if self._of[lengths[1]] - plain > budget:
-            return 0
         self._trials.fail()
         for known in (self._all, *self._chances.values()):
             known.fade()
         return lengths[1]
 
-    def _budget(self, plain: float, rows: Sequence[int], are_found: bool) -> float:
-        """Returns the seconds that the call may still lose. A plain call's step takes `plain`."""
-        tokens = self._slowest + _TOLERANCE * self._most_tokens
-        if are_found:
-            mean = sum(self._tokens[row] for row in rows) / len(rows)
-            tokens += min(mean - self._slowest, _MOST_AHEAD * self._most_tokens)
-        return plain * tokens - self._seconds()
-
-    def _seconds(self) -> float:
-        return sum(count * self._of[k] for k, count in self._iterations.items())
-
-    def _gains(self, rows: Sequence[int], available: Sequence[int] | None) -> list[float]:
-        """Returns what each drafted token adds to the expected tokens of an iteration, from the first on."""
-        if self.costs.is_ragged and available is not None:
-            gains = [gain for gain, _ in self._by_gain(rows, available)]
-            unused = self.costs.rows - len(rows)
-            return [sum(gains[: unused + 1]), *gains[unused + 1 :]]
-        counts = [self.costs.lengths[-1]] * len(rows) if available is None else available
-        by_row = [(self._chance(row), count) for row, count in zip(rows, counts, strict=True)]
-        return [sum(chance**k for chance, count in by_row if count >= k) for k in range(1, max(counts) + 1)]
-
-    def _by_gain(self, rows: Sequence[int], available: Sequence[int]) -> list[tuple[float, int]]:
-        return by_gain(zip(self._weights(rows), map(self._chance, rows), available, strict=True))
-
-    def _weights(self, rows: Sequence[int]) -> list[float]:
-        """Returns the weight of a token of each row. The call ends with the slowest row, for which others can wait."""
-        fewest = min(self._tokens[row] for row in rows)
-        return [_AHEAD_COUNTS ** (self._tokens[row] - fewest) if self.costs.is_ragged else 1.0 for row in rows]
+    def _expected(self, rows: Sequence[int], counts: Sequence[int]) -> float:
+        """Returns the expected value of the tokens of an iteration that drafts so many tokens of each row."""
+        by_row = zip(self._weights(rows), map(self._chance, rows), counts, strict=True)
+        return sum(weight * sum(chance**k for k in range(count + 1)) for weight, chance, count in by_row)
 
     def _chance(self, row: int) -> float:
         return self._chances.get(row, self._all).value
 
+    def _weights(self, rows: Sequence[int]) -> list[float]:
+        """Returns the value of the next token of each row: the values of all tokens ahead sum up to `_most_ahead`."""
+        return [(1 - 1 / self._most_ahead) ** (self._tokens[row] - self._slowest) for row in rows]
 
-class Schedule:
-    """Transformers' `num_assistant_tokens_schedule`.
+    def _budget(self, plain: float, tokens: int) -> float:
+        """Returns the seconds that the call may still lose if it gets this many tokens."""
+        return plain * (self._slowest + self._credit + _TOLERANCE * tokens) - self._seconds()
 
-    "heuristic" and "heuristic_transient" add two tokens after an iteration in which every row that had drafted tokens
-    accepted all of them, and subtract one after any other. All others, such as "constant", keep the number. After a
-    "heuristic" call the library writes `length` back for the next call.
-
-    Args:
-        length: number of tokens to draft: `num_assistant_tokens`. The defaults are the library's.
-    """
-
-    def __init__(self, length: int = 20, name: str = "constant") -> None:
-        self.length, self._adapts = length, name in ("heuristic", "heuristic_transient")
-
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Adapts the length to the result of an iteration, by rows."""
-        if self._adapts and any(drafted):
-            all_accepted = all(kept == count for count, kept in zip(drafted, accepted, strict=True))
-            self.length = self.length + 2 if all_accepted else max(1, self.length - 1)
+    def _seconds(self) -> float:
+        return sum(count * self._of[k] for k, count in self._iterations.items())

@@ -29,7 +29,7 @@ from fastgen.interrupts import forkable_lock
 
 # Separates texts of a row that do not follow one another. No draft crosses it.
 BOUNDARY = -1
-# Larger n-grams are searched for at the positions of these, because each indexed size takes memory for every token.
+# The largest n-gram that is looked up, because each indexed size takes memory for every token.
 _MOST_INDEXED = 16
 
 
@@ -195,36 +195,35 @@ class PromptLookup:
 
     Args:
         rows: number of rows of the batch.
-        max_ngram: the largest n, at least 1.
+        max_ngram: the largest n, at least 1. More than 16 is the same as 16.
         most: the maximum number of tokens of a draft.
         eos: tokens that end a sequence.
     """
 
     def __init__(self, rows: int, max_ngram: int, most: int, eos: Iterable[int] = ()) -> None:
-        self._max_ngram, self._most = max_ngram, most
+        self._most = most
         self._ends = frozenset((*eos, BOUNDARY))
-        self._rows = [_Row(max_ngram) for _ in range(rows)]
+        self._rows = [_Row(min(max_ngram, _MOST_INDEXED)) for _ in range(rows)]
 
     def append(self, row: int, tokens: Iterable[int]) -> None:
         """Appends tokens to a row. `BOUNDARY` separates texts, such as a source and its translation."""
         self._rows[row].append(tokens)
 
-    def propose(self, row: int, most: int) -> list[int]:
-        """Returns a draft of at most `most` following tokens; empty if the last token occurs nowhere else."""
-        return self.propose_behind(row, most)[0]
+    def propose(self, row: int, most: int) -> tuple[list[int], int]:
+        """Returns a draft of at most `most` following tokens, and how many tokens before it have occurred before.
 
-    def propose_behind(self, row: int, most: int) -> tuple[list[int], int]:
-        """Returns the same, and how many tokens before it have occurred before; 0 if the last one has not."""
-        tokens, size = self._rows[row].followed(self._max_ngram, min(most, self._most))
+        Without an earlier occurrence of the last token, the draft is empty, and the number is 0.
+        """
+        tokens, size = self._rows[row].followed(min(most, self._most))
         return list(itertools.takewhile(lambda token: token not in self._ends, tokens)), size
 
 
 class _Row:
-    """Tokens, and for each n from 1 to a few the positions after each n-gram, in order."""
+    """Tokens, and for each n from 1 to `max_ngram` the last two positions after each n-gram."""
 
     def __init__(self, max_ngram: int) -> None:
         self._tokens: list[int] = []
-        self._positions: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(min(max_ngram, _MOST_INDEXED))]
+        self._positions: list[dict[tuple[int, ...], tuple[int, int]]] = [{} for _ in range(max_ngram)]
 
     def append(self, tokens: Iterable[int]) -> None:
         known = self._tokens
@@ -232,35 +231,15 @@ class _Row:
             known.append(token)
             end = len(known)
             for size, positions in enumerate(self._positions[:end], 1):
-                positions.setdefault(tuple(known[end - size :]), []).append(end)
+                ngram = tuple(known[end - size :])
+                positions[ngram] = positions.get(ngram, (0, 0))[1], end
 
-    def _positions_of(self, size: int) -> list[int]:
-        """Returns the positions after each occurrence of the last n-gram of this size, in order."""
-        known, indexed = self._tokens, min(size, len(self._positions))
-        end = len(known)
-        positions = self._positions[indexed - 1][tuple(known[end - indexed :])]
-        if indexed == size or len(positions) == 1:  # the only position is the end itself
-            return positions
-        last = known[end - size :]
-        return [position for position in positions if position >= size and known[position - size : position] == last]
-
-    def _longest(self, most: int) -> int:
-        """Returns an upper bound, at most `most`, for the size of the last n-grams that have occurred before."""
-        known = self._tokens
-        if most <= len(self._positions):
-            return most
-        end, found = len(known), len(self._positions)
-        for position in self._positions_of(found)[:-1]:
-            while found < min(most, position) and known[position - found - 1 : position] == known[end - found - 1 :]:
-                found += 1
-        return found
-
-    def followed(self, max_ngram: int, most: int) -> tuple[list[int], int]:
+    def followed(self, most: int) -> tuple[list[int], int]:
         """Returns the `most` tokens after the last earlier occurrence of the longest known n-gram; and n."""
         known = self._tokens
-        for size in range(self._longest(min(max_ngram, len(known) - 1)), 0, -1) if most > 0 else ():
-            positions = self._positions_of(size)
-            if len(positions) > 1:  # the last position is the end itself
-                found = known[positions[-2] : positions[-2] + most]
+        for size in range(min(len(self._positions), len(known) - 1), 0, -1) if most > 0 else ():
+            begin, _ = self._positions[size - 1][tuple(known[-size:])]  # the last occurrence is the end itself
+            if begin:
+                found = known[begin : begin + most]
                 return (found * -(-most // len(found)))[:most], size
         return [], 0

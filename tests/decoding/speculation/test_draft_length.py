@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fastgen.decoding.retrying import BackOff
 from fastgen.decoding.speculation.draft_length import (
@@ -19,7 +16,6 @@ from fastgen.decoding.speculation.draft_length import (
     Chance,
     Costs,
     DraftLength,
-    Schedule,
     can_begin,
     of_calls,
 )
@@ -33,8 +29,8 @@ SMALL = {1: 1.0, 2: 1.6, 4: 2.2, 8: 2.4}, 0.9
 FOUND = {1: 1.0, 2: 1.08, 4: 1.2, 8: 1.45}, None
 FOUND_OF_MANY = {1: 1.0, 2: 1.4, 4: 2.2, 8: 3.7}, None
 SHARED = {1: 1.0, 5: 1.24, 9: 1.4, 17: 2.0}, None  # eight rows that share 4, 8 or 16 drafted tokens
-# What a call may take of a plain one's time.
-MOST = 1.02 + 1e-9
+# What calls may take of plain ones' time, and what one of them may take.
+MOST, MOST_OF_ONE = 1.02 + 1e-9, 1.04 + 1e-9
 
 
 def timed(costs: Costs, parts: dict[int, float], draft: float | None = None, count: int = 2) -> Costs:
@@ -67,10 +63,10 @@ class Calls:
             self.costs.plain = 1.0
             timed(self.costs, self.verify, self.draft)
 
-    def run(self, acceptance: Callable[[int, int], float], schedule: Schedule | None = None) -> float:
-        """Return the time of a call, relative to a plain one."""
+    def run(self, acceptance: Callable[[int, int], float], length: int | None = None) -> float:
+        """Return the time of a call, relative to a plain one. `length` fixes how many tokens iterations draft."""
         self.costs.begin_call()
-        self.policy = policy = DraftLength(self.costs, self.rows, self.tokens, self.draft is not None, schedule)
+        self.policy = policy = DraftLength(self.costs, self.rows, self.tokens, self.draft is not None)
         generated, time, self.lengths = [0] * self.rows, 0.0, []
         while left := [row for row in range(self.rows) if generated[row] < self.tokens]:
             most, available = self.tokens - 1 - min(generated[row] for row in left), None
@@ -78,11 +74,10 @@ class Calls:
                 there = [min(7, self.tokens - 1 - generated[row]) for row in left]
                 available = [count * (self.random.random() < self.found) for count in there]
             k = policy.choose(left, most, available)
-            drafted = [0] * len(left) if not k else [k] * len(left) if available is None else available
-            if k and self.is_ragged and available is not None:
-                drafted = policy.shares(left, available, k)
-                assert sum(drafted) <= self.rows + k - len(left)
-            drafted = [min(count, k) if not self.is_ragged else count for count in drafted]
+            if length is not None:
+                k = max(each for each in LENGTHS if each <= min(length, most))
+            drafted = policy.counts(left, [most] * len(left) if available is None else available, k)
+            assert not self.is_ragged or sum(drafted) <= self.rows + k - len(left)
             for _ in range(k * (self.draft is not None)):
                 self.costs.add(DRAFT, (self.draft or 0.0) * self.noise())
             self.costs.add(k + 1, self.verify[k + 1] * self.noise())
@@ -90,10 +85,11 @@ class Calls:
             accepted = [
                 self._accepted(acceptance, row, generated[row], n) for row, n in zip(left, drafted, strict=True)
             ]
-            policy.observe(left, k, drafted, accepted)
+            hits = drafted, accepted
             if not k and available is not None:
-                hits = [self.random.random() < acceptance(row, generated[row]) for row in left]
-                policy.learn(left, [hit if count else None for hit, count in zip(hits, available, strict=True)])
+                right = [self.random.random() < acceptance(row, generated[row]) for row in left]
+                hits = [int(count > 0) for count in available], [int(each) for each in right]
+            policy.observe(left, k, *hits)
             for row, count in zip(left, accepted, strict=True):
                 generated[row] += 1 + count
             self.lengths.append(k)
@@ -121,21 +117,39 @@ def test_calls_take_hardly_longer_than_with_the_best_length(machine, rate: float
     """The best length is not known beforehand. Later calls use what earlier ones have found."""
     calls = Calls(machine, rows)
     ours = sum(calls.run(always(rate)) for _ in range(8))
-    best = min(
-        sum(Calls(machine, rows, seed=seed).run(always(rate), Schedule(k)) for seed in range(8)) for k in LENGTHS
-    )
+    best = min(sum(Calls(machine, rows, seed=seed).run(always(rate), k) for seed in range(8)) for k in LENGTHS)
     assert ours < 1.15 * best
 
 
 @pytest.mark.parametrize("machine", [CHEAP, NEAR_MEMORY, SMALL, FOUND], ids=["cheap", "near memory", "small", "found"])
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_a_call_may_lose_three_per_cent(machine, rows: int) -> None:
-    """Each single call, whatever acceptance was expected. Drafts found for other rows may cost more."""
-    most = MOST if machine is not FOUND or rows == 1 else 1.11
+def test_calls_may_lose_two_per_cent(machine, rows: int) -> None:
+    """Whatever acceptance was expected. Drafts found for other rows may cost more."""
+    ahead = 0.05 if machine is FOUND and rows > 1 else 0.0
     for rate, tokens, expected in itertools.product((0.0, 0.3), (24, 130), (0.3, 0.8)):
         calls = Calls(machine, rows, tokens)
         calls.costs.acceptance = expected
-        assert all(calls.run(always(rate)) < most for _ in range(2))
+        taken = [calls.run(always(rate)) for _ in range(3)]
+        assert sum(taken) < 3 * (MOST + ahead) and max(taken) < MOST_OF_ONE + ahead
+
+
+def test_what_calls_have_not_lost_others_may() -> None:
+    """A short call of a draft that takes half as long as the model could not try any by itself. It may only once."""
+    taken = {}
+    for rate in (0.0, 0.97):
+        calls = Calls(NEAR_MEMORY, tokens=64)
+        calls.costs.acceptance = 0.97
+        taken[rate] = [calls.run(always(rate)) for _ in range(6)]
+    assert taken[0.97][0] < MOST and min(taken[0.97][1:]) < 0.8 and sum(taken[0.97][1:]) < 5 * 0.85
+    assert sum(taken[0.0]) < 6 * MOST and 1 < max(taken[0.0]) < MOST_OF_ONE
+
+
+def test_a_call_that_ends_early_leaves_what_its_tokens_do() -> None:
+    costs = timed(Costs(1, LENGTHS), *CHEAP)
+    policy = DraftLength(costs, 1, 1000, has_model=True)
+    for _ in range(50):
+        policy.observe([0], 0, [0], [0])
+    assert costs.credit == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -177,12 +191,12 @@ def test_drafts_of_one_row_alone_suit(rows: int) -> None:
 def test_rows_find_drafts_at_different_times(machine, seed: int) -> None:
     """The slowest row gains nothing from many iterations, but is another one each time: the call gains.
 
-    If it is always the same, it waits for the others by at most a tenth of the call.
+    If it is always the same, it waits for the others by at most a twentieth of the call, beside what calls may lose.
     """
     calls = Calls(machine, 8, found=0.8, seed=seed)
     assert calls.run(always(0.95)) < 0.92
     assert Calls(machine, 8, found=0.8, seed=seed).run(always(0.0)) < MOST
-    assert Calls(machine, 8, found=0.8, seed=seed).run(lambda row, _: 0.9 * (row > 0)) < 1.11
+    assert Calls(machine, 8, found=0.8, seed=seed).run(lambda row, _: 0.9 * (row > 0)) < MOST + 0.05
 
 
 def test_drafts_that_are_seldom_found() -> None:
@@ -195,11 +209,11 @@ def test_what_is_found_needs_no_trial() -> None:
     """What it would have accepted is known of each row."""
     policy = DraftLength(timed(Costs(2, LENGTHS), {1: 1.0, 2: 1.3, 4: 1.5, 8: 2.0}), 2, 500, has_model=False)
     for _ in range(50):
-        policy.learn([0, 1], [False, None])
+        policy.observe([0, 1], 0, [1, 0], [0, 0])
     assert policy.choose([0, 1], 100, [3, 3]) == 0
     for _ in range(12):
-        policy.learn([0, 1], [None, True])
-    policy.learn([0, 1], [None, None])
+        policy.observe([0, 1], 0, [0, 1], [0, 1])
+    policy.observe([0, 1], 0, [0, 0], [0, 0])
     assert policy.choose([1], 100, [3]) == 3
 
 
@@ -210,7 +224,7 @@ def test_parts_are_timed_first() -> None:
     """A draft and its verify, and an iteration without a draft if no plain call says what that takes."""
     calls = Calls(CHEAP, tokens=200, knows=False)
     calls.run(always(0.95))
-    assert calls.lengths[:4] == [3, 3, 0, 0] and max(calls.lengths) == 7 and calls.policy.pays() is None
+    assert calls.lengths[:4] == [3, 3, 0, 0] and max(calls.lengths) == 7
     calls.run(always(0.95))
     assert calls.lengths[0] > 0 and calls.policy.pays() is True
 
@@ -227,17 +241,17 @@ def test_timings_that_vary(rate: float) -> None:
     assert sum(taken) / 20 < (0.62 if rate else 1.04)
 
 
-def test_a_verify_that_was_disturbed_is_tried_again() -> None:
-    """After one slow timing it would never be chosen again. A verify that is always slow is tried rarely."""
+@pytest.mark.parametrize("only_timed", [False, True])
+def test_a_verify_that_was_disturbed_is_tried_again(only_timed: bool) -> None:
+    """Otherwise one slow timing would be the last. A verify that is always slow is tried rarely."""
     calls = Calls(CHEAP, knows=False)
-    calls.costs.plain = 1.0
+    calls.costs.plain, calls.costs.only_timed = 1.0, only_timed
     timed(calls.costs, {1: 1.0, 2: 1.08, 4: 1.17, 8: 20.0}, 0.3)
-    drafted = [(calls.run(always(1.0)), max(calls.lengths))[1] for _ in range(8)]
-    assert drafted[0] == 3 and drafted[4:] == [7] * 4
+    drafted = [(calls.run(always(1.0)), max(calls.lengths))[1] for _ in range(20)]
+    assert drafted[0] == 3 and drafted[18:] == [7] * 2
     slow = Calls(({1: 1.0, 2: 1.08, 4: 1.17, 8: 6.0}, 0.3))
     tried = [number for number in range(100) if (slow.run(always(1.0)), 7 in slow.lengths)[1]]
-    waited = [after - before for before, after in itertools.pairwise(tried)]
-    assert 2 <= len(tried) <= 7 and waited == sorted(waited)
+    assert 2 <= len(tried) <= 7
 
 
 def test_costs_follow_from_other_numbers_of_tokens() -> None:
@@ -260,19 +274,19 @@ def test_an_iteration_without_a_draft_takes_longer_than_a_plain_step(plain, veri
     assert costs.iterations()[0] == pytest.approx(seconds)
 
 
-def test_most_gain_and_the_shortest_call() -> None:
+def test_the_shortest_call_and_drafts_that_cannot_pay() -> None:
     costs = timed(Costs(1, (0, 1, 3)), {1: 1.0, 2: 1.1, 4: 1.2}, 0.4)
-    assert costs.most_gain() == pytest.approx(1 - 2.4 / 4)
+    assert not costs.cannot_pay
     assert [can_begin(costs, tokens) for tokens in (8, 24, 26, 200)] == [False, False, True, True]
     costs.forget()
     assert can_begin(costs, 8)  # nobody knows
-    assert timed(Costs(1, LENGTHS), *SMALL).most_gain() < 0.07
+    assert timed(Costs(1, LENGTHS), *SMALL).cannot_pay and not timed(Costs(1, LENGTHS), {1: 1.0}).cannot_pay
     calls = Calls(SMALL)
     calls.run(always(1.0))
-    assert calls.policy.cannot_pay
+    assert calls.costs.cannot_pay
     calls = Calls(CHEAP)
     calls.run(always(0.0))
-    assert not calls.policy.cannot_pay and calls.policy.pays() is False
+    assert not calls.costs.cannot_pay and calls.policy.pays() is False
 
 
 # ---- lengths
@@ -303,15 +317,15 @@ def test_only_lengths_that_were_timed() -> None:
 
 def test_the_most_probable_tokens_are_drafted() -> None:
     policy = DraftLength(timed(Costs(3, (0, 4, 8), is_ragged=True), {1: 1.0, 5: 1.1}), 3, 64, has_model=False)
-    assert policy.shares([0, 1, 2], [8, 8, 8], 6) == [2, 2, 2]
+    assert policy.counts([0, 1, 2], [8, 8, 8], 6) == [2, 2, 2]
     for _ in range(20):
-        policy.learn([0, 1, 2], [True, False, None])
-    assert policy.shares([0, 1, 2], [8, 8, 8], 4) in ([4, 0, 0], [3, 0, 1])
-    assert policy.shares([0, 1, 2], [1, 8, 0], 4) == [1, 3, 0]
-    assert policy.shares([0], [2], 9) == [2]
+        policy.observe([0, 1, 2], 0, [1, 1, 0], [1, 0, 0])
+    assert policy.counts([0, 1, 2], [8, 8, 8], 4) in ([4, 0, 0], [3, 0, 1])
+    assert policy.counts([0, 1, 2], [1, 8, 0], 4) == [1, 3, 0]
+    assert policy.counts([0], [2], 9) == [2]
     for _ in range(20):
         policy.observe([0, 1], 0, [0, 0], [0, 0])
-    assert policy.shares([0, 1, 2], [8, 8, 8], 4) == [0, 0, 4], "it has fewest tokens, and the call ends with it"
+    assert policy.counts([0, 1, 2], [8, 8, 8], 4) == [0, 0, 4], "it has fewest tokens, and the call ends with it"
 
 
 def test_places_of_finished_rows_are_used() -> None:
@@ -343,50 +357,6 @@ def test_waits_of_calls_double() -> None:
     back_off.give_up()
     assert sum(back_off.waits() for _ in range(100)) == MOST_CALLS
     assert [BackOff(2, 8).waits() for _ in range(3)] == [True] * 3
-
-
-# ---- the library's schedules
-
-
-def test_a_schedule_chooses_instead() -> None:
-    """The next shorter length, but at least the shortest: a heuristic schedule would never leave one token again."""
-    schedule = Schedule(1, "heuristic")
-    policy = DraftLength(Costs(1, (0, 2, 4, 8)), 1, 64, has_model=True, schedule=schedule)
-    assert policy.choose([0], 10) == 2
-    policy.observe([0], 2, [2], [2])
-    assert schedule.length == 3
-    assert [policy.choose([0], most) for most in (0, 1, 2)] == [0, 0, 2]
-    assert policy.pays() is None
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=20),
-    st.sampled_from(["heuristic", "heuristic_transient", "constant"]),
-)
-@settings(max_examples=50)
-def test_schedules_are_the_librarys(steps, name) -> None:
-    library = pytest.importorskip("transformers.generation.candidate_generator")
-    generator = library.AssistedCandidateGenerator.__new__(library.AssistedCandidateGenerator)
-    generator.num_assistant_tokens = 5
-    generator.assistant_generation_config = SimpleNamespace(
-        num_assistant_tokens_schedule=name, assistant_confidence_threshold=None
-    )
-    ours = Schedule(5, name)
-    for drafted, accepted in steps:
-        accepted = min(drafted, accepted)
-        generator.update_candidate_strategy(None, [range(drafted + 1)], accepted)
-        ours.observe([drafted], [accepted])
-        assert ours.length == generator.num_assistant_tokens
-
-
-def test_a_schedule_goes_by_every_row_that_had_a_draft() -> None:
-    schedule = Schedule(5, "heuristic")
-    for drafted, accepted, length in (([3], [3], 7), ([9, 4], [9, 3], 6), ([8, 0], [8, 0], 8), ([0], [0], 8)):
-        schedule.observe(drafted, accepted)
-        assert schedule.length == length
-    for _ in range(20):
-        schedule.observe([1], [0])
-    assert schedule.length == 1
 
 
 @pytest.mark.parametrize("machine", [CHEAP, FOUND, SHARED], ids=["cheap", "found", "shared"])

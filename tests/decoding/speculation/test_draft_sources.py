@@ -111,34 +111,34 @@ def test_as_defined(rows, max_ngram, most, eos):
             if length <= len(tokens):
                 lookup.append(row, tokens[length - 1 : length])
                 found = by_definition(tokens[:length], max_ngram, most)
-                assert lookup.propose(row, most) == list(takewhile(lambda token: token not in eos, found))
+                assert lookup.propose(row, most)[0] == list(takewhile(lambda token: token not in eos, found))
 
 
 def test_most_and_eos():
     lookup = PromptLookup(1, 2, 10, eos=[4])
     lookup.append(0, [1, 2, 3, 4, 5, 1])
-    assert lookup.propose(0, 20) == [2, 3]
-    assert lookup.propose(0, 1) == [2]
-    assert lookup.propose(0, 0) == lookup.propose(0, -3) == []
+    assert lookup.propose(0, 20)[0] == [2, 3]
+    assert lookup.propose(0, 1)[0] == [2]
+    assert lookup.propose(0, 0) == lookup.propose(0, -3) == ([], 0)
     lookup.append(0, [2, 3])
-    assert lookup.propose(0, 10) == []  # what follows is the end
+    assert lookup.propose(0, 10)[0] == []  # what follows is the end
 
 
 def test_texts_that_do_not_follow_one_another():
     lookup = PromptLookup(1, 2, 4)
     lookup.append(0, [1, 2, 3, BOUNDARY, 9])
-    assert lookup.propose(0, 4) == []
+    assert lookup.propose(0, 4)[0] == []
     lookup.append(0, [1, 2])
-    assert lookup.propose(0, 4) == [3]
+    assert lookup.propose(0, 4) == ([3], 2)
     lookup.append(0, [3])
-    assert lookup.propose(0, 4) == []
+    assert lookup.propose(0, 4)[0] == []
 
 
 @given(TOKENS, st.sampled_from([1, 2, 3, 5, 9, 10**9]), st.integers(1, 6))
 @settings(max_examples=60)
 def test_more_than_is_indexed(tokens, max_ngram, most):
-    """An index of every size would take memory for each of them, of which the library takes none."""
+    """An index of every size would take memory for each of them, of which the library takes none. Sizes are limited."""
     with mock.patch.object(draft_sources, "_MOST_INDEXED", 2):
         lookup = PromptLookup(1, max_ngram, most)
     lookup.append(0, tokens)
-    assert lookup.propose(0, most) == by_definition(tokens, max_ngram, most)
+    assert lookup.propose(0, most)[0] == by_definition(tokens, min(max_ngram, 2), most)

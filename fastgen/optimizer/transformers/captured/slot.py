@@ -9,7 +9,7 @@ same token. Greedy or drawn, the tokens are therefore those of a step without dr
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import Search
-from fastgen.decoding.speculation.draft_length import Chance, by_gain
+from fastgen.decoding.speculation.draft_length import Chance, Timings, by_gain
 from fastgen.decoding.speculation.draft_sources import BOUNDARY, PromptLookup
 from fastgen.optimizer.transformers.captured.choice import Host
 from fastgen.optimizer.transformers.captured.forms import FormMask, FormProcessor
@@ -37,12 +37,10 @@ _FORCED, _FOUND = 0.9, (0.1, 0.3, 0.6)
 _WEIGHT, _WEIGHT_FOR_ALL = 0.2, 0.02
 # Less likely tokens are not verified: their gain is smaller than the error of the costs.
 _LEAST_CHANCE = 0.05
-# The assumed part of a step's time that another row adds, and the number of measurements of a step that replace it.
-_SHARE, _MEASURED = 0.08, 3
+# The assumed part of a step's time that another row adds, until steps were measured.
+_SHARE = 0.08
 # Drafts are verified if the rate of tokens grows at least by this factor.
 _LEAST_GAIN = 1.05
-# Number of latest measurements that count. Other processes may disturb each of them.
-_LATEST = 16
 
 
 @dataclass(eq=False)
@@ -184,7 +182,7 @@ class SlotDrafts:
         forced = [] if form is None or tokens is None else form.forced(tokens)[:MOST]
         if forced := list(itertools.takewhile(lambda token: token not in self._eos, forced)):
             return forced, self._chances.forced
-        found, size = self._lookup.propose_behind(0, self._most) if self._most else ([], 0)
+        found, size = self._lookup.propose(0, self._most) if self._most else ([], 0)
         return found, self._chances.found[min(max(size, 1), len(self._chances.found)) - 1]
 
 
@@ -322,19 +320,16 @@ class StepSeconds:
     """Times of steps by their number of rows. If nothing may depend on the clock, no measurement is noted."""
 
     def __init__(self) -> None:
-        self._measured: dict[int, deque[float]] = {}
+        self._of_rows: defaultdict[int, Timings] = defaultdict(Timings)
 
     def note(self, rows: int, seconds: float) -> None:
         """Notes the seconds of a step of this many rows."""
-        self._measured.setdefault(rows, deque(maxlen=_LATEST)).append(seconds)
+        self._of_rows[rows].add(seconds)
 
     def ratio(self, rows: int, to: int) -> float:
         """Returns the time of a step of `rows` rows relative to one of `to` rows, which is at least 1 if measured."""
-        guess = 1 + _SHARE * (rows - to)
-        known = [self._measured.get(each, ()) for each in (rows, to)]
-        if min(map(len, known)) < _MEASURED:
-            return guess
-        return max(min(known[0]) / min(known[1]), 1.0)
+        own, others = self._of_rows[rows].seconds(), self._of_rows[to].seconds()
+        return 1 + _SHARE * (rows - to) if own is None or others is None else max(own / others, 1.0)
 
 
 def counts(

@@ -19,7 +19,6 @@ from transformers.generation.logits_process import (
 
 from fastgen import releases, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.models import (
     has_captured_steps,
@@ -28,7 +27,13 @@ from fastgen.optimizer.transformers.models import (
     unsupported,
     why_no_drafts,
 )
-from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Draft, EarlyExitDraft, LookupDraft
+from fastgen.optimizer.transformers.speculation.drafts import (
+    AssistantDraft,
+    Draft,
+    EarlyExitDraft,
+    LookupDraft,
+    Schedule,
+)
 
 # Options that request assisted generation, as arguments or in the generation config.
 _MODELS = ("assistant_early_exit", "assistant_model")

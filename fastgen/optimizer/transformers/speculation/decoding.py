@@ -18,7 +18,7 @@ from fastgen import counters, releases
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.decoding.retrying import BackOff
 from fastgen.decoding.speculation import draft_length
-from fastgen.decoding.speculation.draft_length import HOST, LEAST_GAIN, MOST_CALLS, DraftLength, can_begin
+from fastgen.decoding.speculation.draft_length import HOST, MOST_CALLS, Costs, DraftLength, can_begin
 from fastgen.decoding.speculation.speculative_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, pays
@@ -36,7 +36,7 @@ from fastgen.optimizer.transformers.speculation.drafting import (
     RaggedDrafting,
     may_share,
 )
-from fastgen.optimizer.transformers.speculation.drafts import Draft, make_next
+from fastgen.optimizer.transformers.speculation.drafts import Draft, Schedule, make_next
 
 ENTRY_POINT = counters.DRAFTS
 # Parts that have to be recorded first: a draft, and its verify. Without a draft, the plain call's step serves.
@@ -215,9 +215,8 @@ class SpeculativeDecoding(Decoding):
             budget = self._ledger.budget(self._key)
             make = partial(make_next, budget, drafting, self.model, self._draft, costs.plain, begin)
             is_ready = self._start(step, make)
-            if costs.most_gain() < LEAST_GAIN:
-                costs.forget()  # the machine may have been busy, so the next trial measures again
-                self._back_off.give_up()
+            if costs.cannot_pay:
+                self._give_up(costs)
                 is_ready, reason = False, "drafts would gain nothing"
         if not is_ready:
             graph_cache.give_back(self.model, step)
@@ -236,23 +235,28 @@ class SpeculativeDecoding(Decoding):
         stops = self._code.stops if self._code.criteria else None
         self._positions = Positions(rows, stops, put, bool(self.prompt.eos), self._records())
         progress = self._follow(step)
-        policy = DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
+        policy = self._draft.schedule or DraftLength(costs, rows, prompt.new_tokens, self._draft.is_model)
         begun = time.perf_counter()
         while not progress.done:
             if max(progress.lengths) - step.sizes.prompt > step.sizes.new:
                 step = self._larger(step)
             progress, begun = self._iterate(step, policy, progress, begun)
-        has_paid = policy.pays()
-        if policy.cannot_pay:
-            self._back_off.give_up()
-        elif has_paid is not None:
-            (self._back_off.succeed if has_paid else self._back_off.fail)()
         counters.add(ENTRY_POINT, near_ties=int(step.drafting.near_ties), **self._sums)
         self._draft.end()
-        if policy.cannot_pay and not self._draft.is_prepared:
-            # The machine may have been busy, so the next trial measures again, as in `_prepare`.
-            step.drafting.costs.forget()
+        if isinstance(policy, DraftLength):
+            has_paid = policy.pays()
+            if policy.costs.cannot_pay:
+                self._give_up(policy.costs)
+            elif has_paid is not None:
+                (self._back_off.succeed if has_paid else self._back_off.fail)()
         return step
+
+    def _give_up(self, costs: Costs) -> None:
+        """Has as many calls as possible run without drafts. Then the next trial measures again, as the machine may have
+        been busy.
+        """
+        self._back_off.give_up()
+        costs.forget()
 
     def _follow(self, step: DecodeStep) -> Progress:
         """Updates draft and positions, after the first token is chosen or a draft is verified. Returns the progress."""
@@ -265,7 +269,7 @@ class SpeculativeDecoding(Decoding):
         return after
 
     def _iterate(
-        self, step: DecodeStep, policy: DraftLength, progress: Progress, begun: float
+        self, step: DecodeStep, policy: DraftLength | Schedule, progress: Progress, begun: float
     ) -> tuple[Progress, float]:
         """Drafts and verifies some tokens. Returns the search's progress, and the time, which is the next `begun`.
 
@@ -278,22 +282,21 @@ class SpeculativeDecoding(Decoding):
         limit = self.prompt.new_tokens + step.search.prompt_capacity - 1
         most = limit - decisive(lengths[row] for row in rows)
         available = self._draft.available(drafting, rows, min(most, step.key.width - 1))
-        is_ragged = step.key.draft.is_ragged
-        if available is not None and is_ragged:  # what a row cannot use is left to the others
+        if available is not None:  # what a row cannot use is left to the others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
         drafted = policy.choose(rows, most, available)
         before = time.perf_counter()
         if drafted:
-            if available is not None and is_ragged:
-                self._draft.cut(policy.shares(rows, available, drafted))
+            if available is not None and isinstance(policy, DraftLength):
+                self._draft.cut(policy.counts(rows, available, drafted))
             self._start(step, partial(self._draft.propose, drafting, self.model, drafted))
         self._start(step, partial(drafting.verify, self.model, drafted))
         begun += drafting.now(waits=True) - before  # what follows waits for the device anyway
         progress = self._follow(step)
         counts, accepted = self._count_verified(drafting, rows, drafted)
-        policy.observe(rows, drafted, counts, accepted)
         if available is not None and not drafted:
-            policy.learn(rows, self._draft.hits(rows))
+            counts, accepted = self._draft.hits(rows)
+        policy.observe(rows, drafted, counts, accepted)
         ended = time.perf_counter()
         drafting.costs.add(HOST, ended - begun)
         return progress, ended

@@ -22,13 +22,13 @@ from torch import Tensor
 from fastgen import settings
 from fastgen.decoding.guards import GuardedModel
 from fastgen.decoding.kv.view import CannotBeCaptured
-from fastgen.decoding.speculation.draft_length import AT_FIRST, DRAFT, Schedule
+from fastgen.decoding.speculation.draft_length import AT_FIRST, DRAFT
 from fastgen.decoding.speculation.draft_sources import BOUNDARY, DraftWeights, OtherLogits, PromptLookup
 from fastgen.interrupts import cached_property, undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.pays import Budget
-from fastgen.optimizer.transformers.speculation.drafting import Drafting
+from fastgen.optimizer.transformers.speculation.drafting import LENGTHS, Drafting
 
 
 class Draft:
@@ -37,7 +37,7 @@ class Draft:
     Attributes:
         is_model: it draws its tokens if the model does.
         has_buffers: it works on the step's own buffers, so that no other step may replace the step later.
-        schedule: how many tokens to draft, if the user has set it.
+        schedule: chooses how many tokens to draft, if the user has set it.
         threshold: a draft ends with the first token to which the drafting model gives a lower probability.
         is_prepared: what it needs is made step by step, in earlier calls (`make_next`).
         recorded_at_once_from: a number of tokens, if the call itself requests the draft. A call of at least this many
@@ -72,15 +72,18 @@ class Draft:
         return None
 
     def cut(self, counts: Sequence[int]) -> None:
-        """Has `propose` use at most `counts` of the available tokens of each of these rows."""
+        """Has `propose` use so many of the available tokens of each of these rows."""
         raise NotImplementedError
 
     def propose(self, drafting: Drafting, model: Any, count: int) -> None:
         """Writes `count` tokens, or those available, after each row, and their numbers to `drafting.counts`."""
         raise NotImplementedError
 
-    def hits(self, rows: Sequence[int]) -> list[bool | None]:
-        """Returns for each row whether the first available token was the one that came; None if none was available."""
+    def hits(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns for each row whether a token was available, and whether the first was the one that came; as 0 or 1.
+
+        To be called after an iteration without a draft.
+        """
         raise NotImplementedError
 
     def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
@@ -188,7 +191,7 @@ class LookupDraft(Draft):
                 self._index.append(row, [*source, BOUNDARY])
 
     def available(self, drafting: Drafting, rows: Sequence[int], most: int) -> list[int]:
-        self._proposed = {row: self._index.propose(row, most) for row in rows}
+        self._proposed = {row: self._index.propose(row, most)[0] for row in rows}
         return [len(self._proposed[row]) for row in rows]
 
     def cut(self, counts: Sequence[int]) -> None:
@@ -196,11 +199,11 @@ class LookupDraft(Draft):
         self._proposed = {row: tokens[:count] for (row, tokens), count in pairs}
 
     def propose(self, drafting: Drafting, model: Any, count: int) -> None:
-        count = min(count, max(map(len, self._proposed.values())))
-        drafted, counts = torch.zeros(drafting.key.rows, count, dtype=torch.int64), [0] * drafting.key.rows
+        most = max(map(len, self._proposed.values()))
+        drafted, counts = torch.zeros(drafting.key.rows, most, dtype=torch.int64), [0] * drafting.key.rows
         for row, tokens in self._proposed.items():
-            counts[row] = min(len(tokens), count)
-            drafted[row, : counts[row]] = torch.tensor(tokens[:count])
+            counts[row] = len(tokens)
+            drafted[row, : len(tokens)] = torch.tensor(tokens)
         drafting.put_draft(drafted, torch.tensor(counts))
 
     def take(self, drafting: Drafting, lengths: Sequence[int]) -> None:
@@ -215,8 +218,33 @@ class LookupDraft(Draft):
                 self._index.append(row, tokens)
                 self._known[row] = lengths[row]
 
-    def hits(self, rows: Sequence[int]) -> list[bool | None]:
-        return [self._hits.get(row) for row in rows]
+    def hits(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [int(row in self._hits) for row in rows], [int(self._hits.get(row, False)) for row in rows]
+
+
+class Schedule:
+    """Transformers' `num_assistant_tokens_schedule`, in place of `DraftLength`.
+
+    "heuristic" and "heuristic_transient" add two tokens after an iteration in which every row that had drafted tokens
+    accepted all of them, and subtract one after any other. All others, such as "constant", keep the number. After a
+    "heuristic" call the library writes `length` back for the next call.
+
+    Args:
+        length: number of tokens to draft: `num_assistant_tokens`. The defaults are the library's.
+    """
+
+    def __init__(self, length: int = 20, name: str = "constant") -> None:
+        self.length, self._adapts = length, name in ("heuristic", "heuristic_transient")
+
+    def choose(self, rows: Sequence[int], most: int, available: Sequence[int] | None = None) -> int:
+        """Returns the number of tokens to draft: the next shorter length."""
+        return max((k for k in LENGTHS if k <= min(self.length, most)), default=0)
+
+    def observe(self, rows: Sequence[int], length: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Adapts the length to the result of an iteration, by rows."""
+        if self._adapts and any(drafted):
+            all_accepted = all(kept == count for count, kept in zip(drafted, accepted, strict=True))
+            self.length = self.length + 2 if all_accepted else max(1, self.length - 1)
 
 
 class AssistantDraft(Draft):
