@@ -15,7 +15,8 @@ LLAMA_CPP ?= llama-cpp-python==0.3.36
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0 5.24.0
 
 BIN := .venv/bin
-# The test processes share out the tests: one that is done takes over some of another's. On a GPU there is one process.
+# The test processes share out the tests: one that is done takes over some of another's (how many: tests/conftest.py). On
+# a GPU there is one process.
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Python compiles the modules that are imported. pip would compile all that it installs, which takes most of a minute.

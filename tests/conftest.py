@@ -60,6 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--onednn", choices=["on", "off"], default="on", help="whether torch uses oneDNN (on by default)")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two processes for each core: those that test programs and servers wait for them most of the time."""
+    return 2 * (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 class _NamesOfToday(logging.Handler):
     """Fails where the library says that it was called by names that it has given up: FastGen must not do that."""
 

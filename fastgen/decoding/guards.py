@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from enum import Enum
 from functools import partial
@@ -42,7 +41,6 @@ class ModelState(NamedTuple):
 
     modules: Hashable
     tensors: Hashable  # addresses, dtypes and shapes of parameters and buffers
-    code: Hashable
     config: Hashable
     chosen: Hashable
 
@@ -55,7 +53,8 @@ class GuardedState(NamedTuple):
 
 
 def state_of(model: Any, names: Container[str]) -> ModelState:
-    """Returns what a recording assumes: modules, their settings and code, and the memory of parameters and buffers.
+    """Returns what a recording assumes: modules, their settings, and the memory of parameters and buffers. What their
+    classes run is in `Reached`.
 
     Args:
         names: names of the attributes that are guarded.
@@ -70,8 +69,11 @@ def state_of(model: Any, names: Container[str]) -> ModelState:
     held = [each for own in attributes for kept in _HELD for each in own[kept].values()]
     tensors = [each for each in held if each is not None]
     memory = tuple([tuple(map(read, tensors)) for read in _READ])
-    code = _code_of(_classes_of(kinds))
-    return ModelState(modules, memory, code, describer.settings([vars(model.config)]), _chosen())
+    return ModelState(modules, memory, describer.settings([vars(model.config)]), _chosen())
+
+
+def _state(model: Any, reached: Reached) -> GuardedState:
+    return GuardedState(state_of(model, reached.names), reached.functions)
 
 
 def _hooks(attributes: list[dict[str, Any]], describer: _Describer) -> tuple[Hashable, ...]:
@@ -79,16 +81,6 @@ def _hooks(attributes: list[dict[str, Any]], describer: _Describer) -> tuple[Has
     found = [(at, name, own[name]) for at, own in enumerate(attributes) for name in _HOOKS if own[name]]
     counting = [(at, name, library_code.without_capturing(hooks)) for at, name, hooks in found]
     return tuple([(at, name, describer.describe(hooks)) for at, name, hooks in counting if hooks])
-
-
-def _classes_of(types: Iterable[type]) -> list[Any]:
-    """Returns the namespaces of these types and their bases, each once."""
-    return list(map(vars, {base: None for kind in dict.fromkeys(types) for base in kind.__mro__}))
-
-
-def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
-    """Returns guards of the classes' forward passes, which a user may replace for all modules of a class."""
-    return tuple([IdentityGuard.of(each.get("forward")) for each in classes])
 
 
 def _chosen() -> Hashable:
@@ -248,8 +240,8 @@ class GuardedModel:
     _of: weakref.WeakKeyDictionary[Any, GuardedModel] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        # By value: the object that stands for a state, and what the model reaches in it. The state found last is last.
-        self._known: OrderedDict[GuardedState, tuple[GuardedState, Reached]] = OrderedDict()
+        # With what the model reaches in each state. The state found last is first.
+        self._known: list[tuple[GuardedState, Reached]] = []
         self._changes = 0  # consecutive checks that have found an unknown state
         self._reason = ""  # why the next calls are not captured
         self._left = self._length = 0  # remaining calls, and length in calls, of the back-off
@@ -267,14 +259,14 @@ class GuardedModel:
         reason = unusual()
         if reason is not None:
             raise CannotBeCaptured(reason)
-        for reached in dict.fromkeys(each for _, each in reversed(self._known.values())):  # same classes share one
-            if not reached.hold():
-                continue
-            known = self._known.get(GuardedState(state_of(model, reached.names), reached.functions))
-            if known is not None:
-                self._known.move_to_end(known[0])
+        found: dict[int, GuardedState | None] = {}  # states with the same classes share what they reach
+        for at, (known, reached) in enumerate(self._known):
+            if id(reached) not in found:
+                found[id(reached)] = _state(model, reached) if reached.hold() else None
+            if known == found[id(reached)]:
+                self._known.insert(0, self._known.pop(at))
                 self._changes = self._length = 0
-                return known[0]
+                return known
         return self._new_state(model)
 
     def _new_state(self, model: Any) -> GuardedState:
@@ -287,13 +279,12 @@ class GuardedModel:
             self._back_off(reason, _MOST_CALLS_OF_FOREIGN)
             raise CannotBeCaptured(reason)
         reached = Reached.of(model)
-        state = GuardedState(state_of(model, reached.names), reached.functions)
-        is_new = bool(self._known) and state not in self._known
-        state, _ = self._known.get(state, (state, reached))
-        self._known[state] = state, reached
-        self._known.move_to_end(state)
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+        state = _state(model, reached)
+        before = next((known for known, _ in self._known if known == state), None)
+        is_new = bool(self._known) and before is None
+        state = before or state  # one object stands for a state
+        others = [each for each in self._known if each[0] is not state]
+        self._known = [(state, reached), *others[: _KEPT - 1]]
         self._changes = self._changes + 1 if is_new else 0
         if self._changes >= _MOST_CHANGES:
             self._back_off("the model changes from call to call")

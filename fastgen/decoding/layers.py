@@ -91,7 +91,7 @@ class FastLayers:
         self._users: list[_User] = []  # one for each time that a thread has entered
         self._asked: tuple[str, ...] = ()  # the precision and packing of the installed forms
         self._installed: dict[nn.Module, Replacement] = {}
-        self._stacked: frozenset[int] = frozenset()  # addresses of weights of several experts, [experts, any, any]
+        self._stacked: frozenset[int] | None = None  # addresses of weights of several experts, [experts, any, any]
         self._kept: dict[nn.Module, Replacement] = {}
 
     @classmethod
@@ -148,7 +148,15 @@ class FastLayers:
     @classmethod
     def have_experts(cls, weight: Tensor) -> bool:
         """Whether this is a stacked weight of a model of whose layers the calling thread uses the faster forms."""
-        return any(weight.data_ptr() in layers._stacked for layers in _used.layers)
+        return any(weight.data_ptr() in layers._addresses_of_experts() for layers in _used.layers)
+
+    def _addresses_of_experts(self) -> frozenset[int]:
+        if self._stacked is None:
+            model = self._model()
+            modules = modules_of(model) if model is not None else []
+            weights = (each for module in modules for each in module._parameters.values())
+            self._stacked = frozenset(each.data_ptr() for each in weights if each is not None and each.dim() == 3)
+        return self._stacked
 
     def _is_used_by(self, thread: int) -> bool:
         return any(user.thread == thread for user in self._users)
@@ -177,8 +185,7 @@ class FastLayers:
     def _install(self) -> None:
         model, precision = self._model(), cache(precision_on)
         modules = modules_of(model) if model is not None else []
-        weights = (each for module in modules for each in module._parameters.values())
-        self._stacked = frozenset(each.data_ptr() for each in weights if each is not None and each.dim() == 3)
+        self._stacked = None
         for module in modules:
             replacement = self._replacement(module, precision)
             if replacement is None:

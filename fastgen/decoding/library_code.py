@@ -219,7 +219,8 @@ class Reached:
 
     def __init__(self, kinds: Iterable[type]) -> None:
         self.names: set[str] = set(_ENTRIES)
-        self._classes: dict[type, None] = {}
+        self._classes: dict[type, None] = {}  # the libraries' own
+        self._derived: dict[type, None] = {}  # the user's, which may get a method later
         self._modules: dict[int, ModuleType] = {id(each): each for each in (torch, F)}
         self._globals: dict[int, dict[str, Any]] = {}
         self._visited: dict[FunctionType, None] = {}
@@ -259,17 +260,21 @@ class Reached:
         """Returns all names in the classes, and what these and the watched names of other namespaces are."""
         names: list[str] = []
         values: list[Any] = []
-        for kind in self._classes:
+        for kind in (
+            *self._classes,
+            *self._derived,
+            Tensor,
+        ):  # all of Tensor takes less time than the names in it that are watched
             names += vars(kind)
             values += vars(kind).values()
-        for scope, watched in self._watched:
+        for scope, watched in self._scopes:
             values += map(scope.get, watched)
         return names, values
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if base is not object and _is_of_package(base.__module__):
-                self._classes[base] = None
+            if base is not object:
+                (self._classes if _is_of_package(base.__module__) else self._derived)[base] = None
 
     def _is_followed(self, function: FunctionType) -> bool:
         place = _place_of(function)
@@ -280,9 +285,8 @@ class Reached:
         known = -1
         while known != (known := len(self.names) + len(self._classes) + len(self._visited)):
             for kind in list(self._classes):
-                own = vars(kind)
-                for name in self.names.intersection(own):
-                    self._visit(own[name])
+                for name in self.names.intersection(vars(kind)):
+                    self._visit(vars(kind)[name])
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, FunctionType):
@@ -317,12 +321,11 @@ class Reached:
         """Notes the present functions, and looks for one that is not the libraries' own."""
         scopes: list[Mapping[str, Any]] = [vars(module) for module in self._modules.values()]
         scopes += [scope for scope in self._globals.values() if not any(scope is each for each in scopes)]
-        self._watched = [(scope, sorted(self.names.intersection(scope))) for scope in scopes]
-        self._watched.append((vars(Tensor), sorted(self.names)))  # an inherited method may be overridden later
+        self._scopes = [(scope, sorted(self.names.intersection(scope))) for scope in scopes]
         self._before = self._read()
         found = [(kind.__name__, name, each) for kind in self._classes for name, each in vars(kind).items()]
         found = [each for each in found if isinstance(each[2], _METHODS) or each[1] in self.names]
-        for scope, names in self._watched:
+        for scope, names in (*self._scopes, (vars(Tensor), sorted(self.names))):
             found += [(scope.get("__name__", "Tensor"), name, scope.get(name)) for name in names]
         self.foreign = next((f"{where}.{name}" for where, name, each in found if _is_foreign(each)), None)
         self.functions = tuple([each if isinstance(each, _ATOMS) else id(each) for *_, each in found])

@@ -12,6 +12,7 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationMixin,
+    LlamaForCausalLM,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -106,6 +107,27 @@ REPLACED = {
 def test_what_the_librarys_code_may_call_is_not_captured(replaced: str, programs: None) -> None:  # noqa: F811
     check(llama(**REPLACED[replaced]), BY_NAME["llama"].make_inputs(), {"num_beams": 3, **STEPS})
     assert accelerated() == 1 and list(reasons()) == ["a class that is none of the libraries' (Derived)"]
+
+
+def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    output = LlamaForCausalLM.forward(model, *args, **kwargs)
+    output.logits = -output.logits
+    return output
+
+
+def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    output = torch.nn.Module.__call__(model, *args, **kwargs)
+    output.logits = -output.logits
+    return output
+
+
+@pytest.mark.parametrize("name", ["forward", "__call__"])
+def test_a_class_gets_a_method_after_a_captured_call(name: str, programs: None) -> None:  # noqa: F811
+    model, inputs = llama(), BY_NAME["llama"].make_inputs()
+    check(model, inputs, {"do_sample": False, **STEPS})
+    assert captures() == 1, reasons()
+    setattr(type(model), name, {"forward": _forward, "__call__": _call}[name])
+    check(model, inputs, {"do_sample": False, **STEPS})
 
 
 class _Continues:
