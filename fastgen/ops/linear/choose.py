@@ -117,10 +117,10 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None = None, floats: bool = Fa
 
 def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
     """Returns the kernel for x as [..., K], a weight [N, K] and a bias [N] or None; None for torch's own."""
-    layout = layout_of(weight)
-    if layout is None or not x.numel() or not weight.numel() or not fit(x, weight, bias):
+    layout, count = layout_of(weight), x.numel()
+    if layout is None or not count or not weight.numel() or not fit(x, weight, bias):
         return None
-    kernel = KERNELS.get(name_of(x.dtype, layout, x.numel() // x.shape[-1]))
+    kernel = KERNELS.get(name_of(x.dtype, layout, count // x.shape[-1]))
     # If the user allows float32 products of lower precision, torch has faster ones.
     # `torch.get_float32_matmul_precision` raises if only this backend, or only CUDA, has been allowed to.
     of_torch: Any = torch.backends.mkldnn
