@@ -29,7 +29,7 @@ from torch import Tensor
 from fastgen import memory
 from fastgen.ops import _library, gpu
 from fastgen.ops.linear import as_rows, copies, fit, kernels, on_gpu
-from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, GROUPED, PANEL_GEMM, Kernel  # noqa: F401
+from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, GROUPED, PANEL_GEMM, Kernel  # noqa: F401 (of captured steps)
 from fastgen.ops.linear.weights import Layout, PackedWeight
 
 

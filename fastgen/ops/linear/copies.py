@@ -1,4 +1,4 @@
-"""Packs float weights: exactly in 16 bits, or rounded, on request: linear ops then differ from those of float32.
+"""Packs float weights: exactly in 16 bits or, on request, rounded, which changes the results of linear ops.
 
 Most checkpoints are stored in bfloat16 or float16. If one is loaded in float32, these types represent its weights
 exactly (`exact_cast`). `int8` and `int4` are rounded to nearest in groups, `int8` after rotating them on a CPU. `bf16`
