@@ -16,8 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgen.ops import quantized_linear
-from fastgen.ops.linear import choose, grouped, panels
+from fastgen.ops.linear import choose, copies
 from fastgen.ops.linear.choose import KERNELS, SERVE, Layout
 
 ROWS = (1, 2, 4, 8, 16, 33, 128)
@@ -31,7 +30,7 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Callable[[int]
     """Yields the kernels by name, whether they serve a number of rows, and each with its packed weight [N, K],
     float32.
     """
-    n, k = weight.shape
+    k = weight.shape[1]
     for key, names in SERVE.items() if choose.is_available() else ():
         dtype, layout = key
         cast = weight.to(dtype)
@@ -43,17 +42,17 @@ def products(weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Callable[[int]
             serves = partial(choose.serves, name, key, isa=choose.instruction_set())
             multiply = KERNELS[name].multiply
             yield f"{name} {dtype} {layout.value}", serves, partial(_in_type, multiply, cast, bias.to(dtype))
-    for dtype in (torch.bfloat16, torch.float16) if panels.is_available() else ():
-        yield f"panels {dtype}", bool, partial(panels.panels_gemm, packed=panels.pack(weight.to(dtype)), bias=bias, n=n)
+    for dtype in (torch.bfloat16, torch.float16) if choose.is_available() else ():
+        yield f"panels {dtype}", bool, partial(choose.linear, weight=copies.panels(weight.to(dtype)), bias=bias)
     for precision in ("bf16", "int8", "int4"):
-        if quantized_linear.unavailable(precision) is None:
-            kept = quantized_linear.pack(weight, precision, 32)
-            yield precision, bool, partial(quantized_linear.quantized_linear, weight=kept, bias=bias)
-    for bits in (4, 8) if k % 32 == 0 and grouped.is_available() else ():
-        groups = grouped.rounded(weight, bits, 32)
+        if choose.unavailable(precision) is None:
+            kept = copies.pack(weight, precision, 32)
+            yield precision, bool, partial(choose.linear, weight=kept, bias=bias)
+    for bits in (4, 8) if k % 32 == 0 and choose.is_available() else ():
+        groups = copies.rounded(weight, bits, 32)
         for floats in (False, True):
             name = f"{bits} bits in groups, {'float' if floats else 'int8'} activations"
-            yield name, bool, partial(grouped.grouped_linear, weight=groups, bias=bias, floats=floats)
+            yield name, bool, partial(choose.linear, weight=groups, bias=bias, floats=floats)
 
 
 def _in_type(product: Callable[..., Tensor], weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def kernels() -> str:
 
 def _weights() -> list[str]:
     """Returns notes about weights that are not the model's own."""
-    from fastgen.decoding.derived_weights import unavailable
+    from fastgen.ops.linear.choose import unavailable
 
     notes = {
         "call": [],

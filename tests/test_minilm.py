@@ -16,7 +16,7 @@ import fastgen
 from benchmarks import minilm
 from fastgen import settings
 from fastgen.decoding import derived_weights
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 from fastgen_cli.encode import embed
 
 TOLERANCE = 1e-5
@@ -59,10 +59,10 @@ def strict() -> Iterator[None]:
 
 @pytest.fixture
 def int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    reason = quantized_linear.unavailable("int8")
+    reason = choose.unavailable("int8")
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     with settings.changed(weight_dtype="int8", packed_weights="keep"):
         yield
 

@@ -13,8 +13,7 @@ import torch
 
 from fastgen.ops import _library, attention, kv_write, no_repeat_ngram, rms_norm, search_step
 from fastgen.ops import gpu as package
-from fastgen.ops.gpu import grouped_linear
-from fastgen.ops.linear import grouped
+from fastgen.ops.linear import on_gpu, weights
 
 
 def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
@@ -75,12 +74,14 @@ def check_grouped_linear(device: str) -> None:
         x, bias = torch.randn(5, inputs, device=device, dtype=dtype), torch.randn(outputs, device=device, dtype=dtype)
         which = torch.tensor([0, outputs - 1, outputs, -1], device=device)
         for factors in ((zeros, None), (None, mins), (None, None)):
-            weight = grouped_linear.pack(qweight, scales, *factors, bits=bits, group_size=group_size)
+            weight = weights.pack(
+                qweight, scales, *factors, bits=bits, group_size=group_size, layout=weights.Layout.ROWS
+            )
             name = f"grouped_linear of {bits} bits"
-            found = grouped_linear.grouped_linear(x, weight, bias)
-            same(found, grouped_linear.reference(x, weight, bias), name, 1e-4 if dtype is torch.float32 else 1e-2)
-            lines, wanted = grouped_linear.rows(weight, which, torch.float32), grouped_linear.unpacked(weight)
-            values = grouped.values(*wanted, bits, group_size)
+            found = on_gpu.multiply(x, weight, bias)
+            same(found, on_gpu.reference(x, weight, bias), name, 1e-4 if dtype is torch.float32 else 1e-2)
+            lines, wanted = on_gpu.rows(weight, which, torch.float32), weights.unpacked(weight)
+            values = weights.values(*wanted, bits, group_size)
             same(lines[:2], values[[0, outputs - 1]], f"lines of {bits} bits")
             if not lines[2:].isnan().all():
                 raise SystemExit("memcheck: a line that is not there is no NaN")

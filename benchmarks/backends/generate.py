@@ -13,7 +13,7 @@ import fastgen
 from benchmarks import smollm2
 from benchmarks.backends import Backend, Job, Unsupported
 from fastgen import settings as fastgen_settings
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 
 CAPTURED_STEP = "transformers.captured_step"  # its name in `fastgen.stats()`
 _NOT_YET = "too few steps so far"  # reason of a call without a captured step that a later call will have
@@ -61,7 +61,7 @@ class Patched(Unpatched):
         super().setup(job)
         precision = self.settings.get("weight_dtype", "fp32")
         if precision != "fp32":
-            reason = "it is for the CPU" if job.model.device.type != "cpu" else quantized_linear.unavailable(precision)
+            reason = "it is for the CPU" if job.model.device.type != "cpu" else choose.unavailable(precision)
             if reason is not None:
                 raise Unsupported(f"FastGen stays in float32: {reason}")
 

@@ -224,8 +224,7 @@ class FloatLinear(_LinearForm):
         if weight is None or not plain:
             return None
         rows = weight.t() if self._transposed else weight  # [N, K]
-        kernel = choose.kernel_for(x, rows, bias)
-        return None if kernel is None else kernel.multiply(x, rows, bias)
+        return choose.linear(x, rows, bias)
 
 
 class QuantizedLinear(_LinearForm):
@@ -285,7 +284,7 @@ class QuantizedLinear(_LinearForm):
             return None  # torch raises an error for an input of the wrong size
         copy = weight.required(self._since)
         self.used = True
-        return derived_weights.multiply_low_bit(x, copy, parameters["bias"])
+        return choose.linear(x, copy, parameters["bias"])
 
 
 # ---- half precision

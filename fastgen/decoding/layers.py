@@ -275,9 +275,9 @@ def device_of(model: nn.Module) -> torch.device:
 def precision_on(device: torch.device) -> str:
     """Returns the requested precision of quantised copies, if there are kernels for it on this device, else "fp32"."""
     wanted = settings.current().weight_dtype
-    if wanted == "fp32" or not derived_weights.is_for(device):
+    if wanted == "fp32" or not choose.is_for(device):
         return "fp32"
-    reason = derived_weights.unavailable(wanted, device)
+    reason = choose.unavailable(wanted, device)
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
@@ -292,7 +292,7 @@ def _is_asked_for(form: derived_weights.Format) -> bool:
 def _tell_of_no_layers(model: nn.Module) -> None:
     """Counts a call in which a requested precision changes no layer. Without kernels that has been counted."""
     wanted = settings.current().weight_dtype
-    if wanted != "fp32" and derived_weights.unavailable(wanted, device_of(model)) is None:
+    if wanted != "fp32" and choose.unavailable(wanted, device_of(model)) is None:
         reason = f"the model has no linear layer of at least {min(MIN_WEIGHT, MIN_NARROW)} weights that it serves"
         counters.count_not_used(f"{wanted} weights", reason)
 
@@ -300,7 +300,8 @@ def _tell_of_no_layers(model: nn.Module) -> None:
 def _quantized(module: nn.Module, transposed: bool, precision: str) -> QuantizedLinear | None:
     """Returns the form of a layer with a low-bit weight, or None. Weights in groups serve half precision, too."""
     weight = weight_of(module)
-    if not derived_weights.has_low_bit(weight, precision) or not is_plain(module, weight.dtype, weight.device.type):
+    is_served = weight.dtype in choose.types(precision, weight.device)
+    if not is_served or not is_plain(module, weight.dtype, weight.device.type):
         return None
     return QuantizedLinear(module, transposed, derived_weights.low_bit(precision, settings.current().weight_group_size))
 

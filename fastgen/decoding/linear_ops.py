@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fastgen import settings
@@ -24,42 +23,39 @@ from fastgen.decoding import derived_weights
 from fastgen.decoding.recorded_graph import PRODUCTS, Operation, TensorRef
 from fastgen.interrupts import undoing
 from fastgen.ops import runtime
-from fastgen.ops.linear import choose, grouped
-from fastgen.ops.linear.choose import GEMM, Kernel
+from fastgen.ops.linear import choose
+from fastgen.ops.linear.choose import GEMM, GROUPED, PANEL_GEMM, Kernel
+from fastgen.ops.linear.weights import PackedWeight
 
-_GROUPED = grouped.OPERATOR
 _is_suspended: ContextVar[bool] = ContextVar("fastgen_panels_suspended", default=False)
 
 
 class LinearOp(NamedTuple):
-    """A linear op with one of FastGen's kernels, which writes to a preallocated result."""
+    """A linear op with one of FastGen's kernels, which writes to a preallocated result.
+
+    Attributes:
+        parts: the tensors of the weight.
+        shared, sizes: further arguments, as in `Kernel`.
+    """
 
     kernel: Kernel
     result: Tensor
     x: Tensor
-    weight: Tensor
+    parts: tuple[Tensor | None, ...]
     bias: Tensor | None
-
-
-class GroupedLinearOp(NamedTuple):
-    """A linear op on a group-quantised weight."""
-
-    result: Tensor
-    x: Tensor
-    parts: tuple[Tensor | None, ...]  # quantised values, scales, zero points, mins
-    order: Tensor | None
-    bias: Tensor | None
-    sizes: tuple[int, int, bool, bool]  # bits, group size, whether groups are rotated, whether activations stay floats
+    shared: tuple[Any, ...] = ()
+    sizes: tuple[Any, ...] = ()
 
 
 class PanelOp(NamedTuple):
     """A linear op whose weight may have a copy. Without one, `unpacked` replaces it, with the same bits."""
 
-    unpacked: Any
-    result: Tensor
-    x: Tensor
+    unpacked: LinearOp
     weight: derived_weights.DerivedWeight
-    bias: Tensor | None
+
+    def reading(self, copy: Tensor) -> LinearOp:
+        """Returns the op that reads this copy."""
+        return self.unpacked._replace(kernel=PANEL_GEMM, parts=(copy,))
 
 
 class PanelOps(NamedTuple):
@@ -68,22 +64,22 @@ class PanelOps(NamedTuple):
     ops: Sequence[PanelOp]
     unpacked: Sequence[Callable[[], object]]  # the calls without copies
 
-    def calls(self, copies: Sequence[Tensor | None]) -> Sequence[Callable[[], object]]:
+    def calls(self, copies: Sequence[PackedWeight | None]) -> Sequence[Callable[[], object]]:
         """Returns the calls that write the results, given a copy of each weight or None. All are read, or none."""
-        if any(copy is None for copy in copies):
+        packed = [copy.qweight for copy in copies if copy is not None]
+        if len(packed) < len(copies):
             return self.unpacked
-        results, biases = [op.result for op in self.ops], [op.bias for op in self.ops]
-        return [partial(derived_weights.multiply_panels, results, self.ops[0].x, list(copies), biases)]
+        return [call_of([op.reading(copy) for op, copy in zip(self.ops, packed, strict=True)])]
 
 
-AnyLinearOp = LinearOp | GroupedLinearOp | PanelOp
+AnyLinearOp = LinearOp | PanelOp
 
 
 def input_of(operation: Operation) -> Any:
     """Returns where the input of a linear op lies; None for any other operator."""
     if operation.function in PRODUCTS:
         return operation.args[-2]
-    return operation.args[0] if operation.function is _GROUPED else None
+    return operation.args[0] if operation.function is GROUPED.product else None
 
 
 def of(operation: Operation, args: Sequence[Any], result: Tensor, written: frozenset[int]) -> AnyLinearOp | None:
@@ -94,9 +90,9 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
         args: the operator's arguments.
         written: storages that the recording writes to: a weight in one of these changes from step to step.
     """
-    if operation.function is _GROUPED:
+    if operation.function is GROUPED.product:
         x, *parts, order, bias, _, bits, group_size, rotated, floats = args
-        return GroupedLinearOp(result, x, tuple(parts), order, bias, (bits, group_size, rotated, floats))
+        return LinearOp(GROUPED, result, x, tuple(parts), bias, (order,), (bits, group_size, rotated, floats))
     if operation.function not in PRODUCTS:
         return None
     x, weight, bias = args[-2], args[-1].t(), args[0] if len(args) == 3 else None
@@ -104,7 +100,7 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
     if op is None or not isinstance(ref, TensorRef) or ref.storage in written or not has_panels(x, weight, bias):
         return op
     # GEMM has the same bits as panels, so it replaces them while there is no copy.
-    return PanelOp(op._replace(kernel=GEMM), result, x, derived_weights.of(weight, derived_weights.PANELS), bias)
+    return PanelOp(op._replace(kernel=GEMM), derived_weights.of(weight, derived_weights.PANELS))
 
 
 def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearOp | None:
@@ -114,7 +110,7 @@ def linear_op(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if x.stride(1) != 1:
         return None
     kernel = choose.kernel_for(x, weight, bias)
-    return None if kernel is None else LinearOp(kernel, result, x, weight, bias)
+    return None if kernel is None else LinearOp(kernel, result, x, (weight,), bias)
 
 
 def batched(ops: Sequence[Any]) -> list[Callable[[], object] | PanelOps]:
@@ -129,36 +125,29 @@ def _batch_key(op: Any) -> Any:
     """Returns a key that is equal for ops that can share a call; None for an op that cannot share one."""
     if isinstance(op, PanelOp):
         return PanelOp
-    if isinstance(op, GroupedLinearOp):
-        return (_GROUPED, *op.sizes) if op.order is None else None
-    is_known = isinstance(op, LinearOp) and op.kernel.several is not None
-    return (op.kernel.name, op.weight.stride(1)) if is_known else None
+    if not isinstance(op, LinearOp) or op.kernel.several is None or any(each is not None for each in op.shared):
+        return None
+    weight = op.parts[0]
+    assert weight is not None
+    return (op.kernel.name, weight.stride(1), *op.sizes)
 
 
 def _batch(ops: Sequence[Any]) -> Any:
-    """Returns the call of one op, or of several with equal keys."""
-    first = ops[0]
-    if isinstance(first, PanelOp):
+    """Returns the call of one op, or of several with equal keys; anything else unchanged."""
+    if isinstance(ops[0], PanelOp):
         unpacked: list[Any] = batched([op.unpacked for op in ops])  # none of these has panels
         return PanelOps(ops, unpacked)
-    if len(ops) == 1:
-        return single(first)
-    columns = list(map(list, zip(*ops, strict=True)))
-    if isinstance(first, GroupedLinearOp):
-        results, _, parts, _, biases, _ = columns
-        lists = [list(part) for part in zip(*parts, strict=True)]
-        operator = torch.ops.fastgen.grouped_linear_batch_out.default
-        return partial(operator, results, first.x, *lists, None, biases, *first.sizes)
-    _, results, _, weights, biases = columns
-    return partial(first.kernel.several, results, first.x, weights, biases)
+    return call_of(ops) if isinstance(ops[0], LinearOp) else ops[0]
 
 
-def single(op: Any) -> Any:
-    """Returns the call of one op; anything else unchanged."""
-    if isinstance(op, GroupedLinearOp):
-        operator = torch.ops.fastgen.grouped_linear_out.default
-        return partial(operator, op.result, op.x, *op.parts, op.order, op.bias, *op.sizes)
-    return partial(op.kernel.out, *op[1:]) if isinstance(op, LinearOp) else op
+def call_of(ops: Sequence[LinearOp]) -> Callable[[], object]:
+    """Returns the call of one op, or of several with equal keys."""
+    first = ops[0]
+    kernel, _, x, parts, bias, shared, sizes = first
+    if len(ops) == 1 and kernel.out is not None:
+        return partial(kernel.out, first.result, x, *parts, *shared, bias, *sizes)
+    lists = [list(part) for part in zip(*(op.parts for op in ops), strict=True)]
+    return partial(kernel.several, [op.result for op in ops], x, *lists, *shared, [op.bias for op in ops], *sizes)
 
 
 @contextlib.contextmanager
@@ -177,7 +166,7 @@ def has_panels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 class _Chosen(NamedTuple):
     """The calls of a program with some copies: one by one, and in command lists."""
 
-    copies: Sequence[Tensor | None]  # of all weights, in order
+    copies: Sequence[PackedWeight | None]  # of all weights, in order
     calls: Sequence[Callable[[], object]]
     in_lists: Sequence[Callable[[], object]]
 
@@ -214,14 +203,14 @@ class Calls:
                 self._validated_in = call if all(weight.is_validated for weight in self._weights) else None
         return chosen.in_lists if in_lists else chosen.calls
 
-    def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
+    def _choose(self, copies: Sequence[PackedWeight | None]) -> _Chosen:
         for known in (self._unpacked, self._packed):
             if known is not None and all(map(operator.is_, known.copies, copies)):
                 return known
         self._packed = self._with(copies)
         return self._packed
 
-    def _with(self, copies: Sequence[Tensor | None]) -> _Chosen:
+    def _with(self, copies: Sequence[PackedWeight | None]) -> _Chosen:
         calls: list[Callable[[], object]] = []
         left = iter(copies)
         for each in self._calls:

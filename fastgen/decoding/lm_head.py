@@ -25,7 +25,7 @@ from fastgen.decoding import derived_weights, linear_ops
 from fastgen.decoding.recorded_graph import PRODUCTS, Constant, Operation, TensorRef, structure_of
 from fastgen.ops import approximate_logits, no_repeat_ngram  # noqa: F401  (the latter defines an operator)
 from fastgen.ops.approximate_logits import APPROXIMATE_LOGITS, ARGMAX, TOP_TWO
-from fastgen.ops.linear import as_rows, choose, grouped
+from fastgen.ops.linear import as_rows, choose
 from fastgen.ops.linear.choose import Kernel
 
 _aten = torch.ops.aten
@@ -95,7 +95,7 @@ def _product(
     """Returns the call that computes all logits, with this kernel or the one that is chosen for them."""
     op = linear_ops.linear_op(logits, x, weight, bias)
     if op is not None:
-        return linear_ops.single(op if kernel is None else op._replace(kernel=kernel))
+        return linear_ops.call_of([op if kernel is None else op._replace(kernel=kernel)])
     if bias is None:
         return partial(_aten.mm.out, x, weight.t(), out=logits)
     return partial(_aten.addmm.out, bias, x, weight.t(), out=logits)
@@ -140,7 +140,7 @@ class DraftHead:
     def logits(self, x: Tensor) -> Tensor:
         """Returns the approximate logits for x, [..., K]: [..., N]."""
         self._x = as_rows(x)
-        self._logits = grouped.grouped_linear(x, self._copy.weight, self._module._parameters.get("bias"))
+        self._logits = choose.linear(x, self._copy.weight, self._module._parameters.get("bias"))
         return self._logits
 
     def argmax(self, logits: Tensor) -> Tensor | None:

@@ -14,25 +14,25 @@ OPERATORS = {
     "attention": ("attention", "decode_attention_out"),
     "best_candidates": ("search_step", "best_candidates_out"),
     "elementwise": ("elementwise", "elementwise"),
-    "exact_cast": ("linear.panels", "exact_cast_out"),
+    "exact_cast": ("linear", "exact_cast_out"),
     "fingerprint": ("fingerprint", "fingerprint"),
     "kv_write": ("kv_write", "kv_write"),
-    "linear.choose": ("linear.choose", None),
-    "linear.experts": ("linear.choose", "expert_linear_out"),
-    "linear.grouped": ("linear.grouped", "grouped_linear_out"),
-    "linear.kernels": ("linear.kernels", "gemm_out"),
-    "linear.panels": ("linear.panels", "panels_gemm_batch_out"),
+    "linear.choose": ("linear.choose", "backend()"),
+    "linear.experts": ("linear", "expert_linear_out"),
+    "linear.grouped": ("linear", "grouped_linear_out"),
+    "linear.kernels": ("linear", "gemm_out"),
+    "linear.panels": ("linear", "panels_gemm_batch_out"),
     "no_repeat_ngram": ("no_repeat_ngram", "no_repeat_ngram_"),
     "packed_attention": ("packed_attention", "packed_attention"),
-    "quantized_linear": ("quantized_linear", None),
+    "quantized_linear": ("linear.choose", "precisions()"),
     "rms_norm": ("rms_norm", "rms_norm_out"),
     "search_step": ("search_step", "take_beams_"),
     "sort_rows": ("search_step", "sort_rows_out"),
     "top_p": ("search_step", "sort_rows_out"),
     "top_two": ("search_step", "top_two_out"),
 }
-"""By name: the module that defines them, and an operator whose kernels stand for all; None if the module's `backend`
-tells what serves them.
+"""By name: the module that defines them, and an operator whose kernels stand for all, or a function of the module that
+tells what serves them ("name()").
 """
 
 
@@ -45,6 +45,6 @@ def backends() -> dict[str, str]:
 
     modules = {name: import_module(f"{__name__}.{module}") for name, (module, _) in OPERATORS.items()}
     return {
-        name: modules[name].backend() if operator is None else _library.backend(f"fastgen::{operator}")
-        for name, (_, operator) in OPERATORS.items()
+        name: getattr(modules[name], which[:-2])() if which.endswith("()") else _library.backend(f"fastgen::{which}")
+        for name, (_, which) in OPERATORS.items()
     }

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
-from fastgen.ops.linear import fit_in_float32, grouped
-from fastgen.ops.linear.grouped import PackedWeight
+from fastgen.ops.linear import choose, copies, fit_in_float32
+from fastgen.ops.linear.weights import PackedWeight
 from fastgen.ops.search_step import MASKED
 
 # Logits that the kernel compares at a time (csrc/cpu/largest_output.cpp).
@@ -56,7 +56,7 @@ class ApproximateHead(NamedTuple):
 
 def bounded_copy(weight: Tensor) -> ApproximateHead | None:
     """Returns an 8-bit copy of a weight, [N, K], float32; None if not all of its elements are finite."""
-    copy = grouped.rounded(weight, 8, _GROUP_SIZE, rotated=True)
+    copy = copies.rounded(weight, 8, _GROUP_SIZE, rotated=True)
     # [panels, groups, N of a panel]. Rotating multiplies norms by the root of the group size, so no factor is needed
     # here.
     scales = copy.scales.double()
@@ -78,7 +78,7 @@ def likely_copy(weight: Tensor) -> ApproximateHead | None:
     Rounding errors have either sign. Their sum is likely within three standard deviations, which are the bound above
     divided by the root of K.
     """
-    copy = grouped.rounded(weight, 4, _GROUP_SIZE)
+    copy = copies.rounded(weight, 4, _GROUP_SIZE)
     roots = copy.scales.double().square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
     # Elements of a group are off by scale / sqrt(12) on average.
     errors = roots * math.sqrt(_GROUP_SIZE / 12)
@@ -153,7 +153,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process, and approximate logits are faster than exact ones."""
-    return _library.has_kernel("fastgen::largest_output_out") and grouped.unavailable() is None
+    return _library.has_kernel("fastgen::largest_output_out") and choose.missing("int8") is None
 
 
 # Stand-ins in a recorded graph for the LM head and its argmax (`fastgen.decoding.lm_head`). Nobody calls them.

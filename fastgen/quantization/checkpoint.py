@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops.linear import grouped
-from fastgen.ops.linear.grouped import SuperBlockScales
+from fastgen.ops.linear import weights
+from fastgen.ops.linear.weights import SuperBlockScales
 
 # For formats that pack values into int32; GGUF blocks have other numbers, too.
 BITS = (4, 8)
@@ -52,7 +52,7 @@ def dequantized(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 def values(weight: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """Returns the weight in floating point, with columns in the order of `qweight`. Checks nothing."""
     factors = [weight.scales, weight.zeros, weight.mins]
-    return grouped.values(weight.qweight, factors, weight.bits, weight.group_size).to(dtype)
+    return weights.values(weight.qweight, factors, weight.bits, weight.group_size).to(dtype)
 
 
 def check(weight: QuantizedTensor) -> None:
@@ -62,7 +62,7 @@ def check(weight: QuantizedTensor) -> None:
         ValueError: a part has another shape or dtype than in `QuantizedTensor`, or the order is not a permutation.
     """
     qweight, scales, zeros, mins, bits, group_size, order, _ = weight
-    if bits not in grouped.BITS:
+    if bits not in weights.BITS:
         raise ValueError(f"weights have {bits} bits: 4, 5, 6 and 8 are served")
     if qweight.dim() != 2 or qweight.dtype != torch.uint8:
         raise ValueError(f"qweight is {_described(qweight)}: it must be uint8 [N, K]")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops.linear.grouped import SIGNED_ZERO_POINT, SuperBlockScales
+from fastgen.ops.linear.weights import SIGNED_ZERO_POINT, SuperBlockScales
 from fastgen.quantization.checkpoint import (
     ADVICE,
     BITS,

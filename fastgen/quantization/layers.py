@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastgen.ops.linear.weights import PackedWeight
 from fastgen.quantization import layer_weight
 from fastgen.quantization.checkpoint import Format, dequantized
-from fastgen.quantization.layer_weight import PARTS, LayerWeight, Sizes
+from fastgen.quantization.layer_weight import PARTS
 
 # By the `qweight` before a move: the layer that has moved it.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -52,7 +53,7 @@ class QuantizedWeight(nn.Module):
         self.activations: str | None = None  # "float" or "int8"; None: follow `Settings.activations`
         self.n, self.k, self.form = n, k, form
         self.stored_dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        self.sizes: Sizes | None = None  # once packed
+        self.sizes: tuple[Any, ...] | None = None  # of a `PackedWeight`, after its tensors; None until it is packed
         for name, tensor in stored.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         for part in PARTS:
@@ -72,10 +73,10 @@ class QuantizedWeight(nn.Module):
         self.form = self.form.resolved(tensors)
         self._keep(layer_weight.pack(self.form.read(tensors, self.n, self.k)))
 
-    def _keep(self, packed: LayerWeight) -> None:
+    def _keep(self, packed: PackedWeight) -> None:
         for part in PARTS:
             setattr(self, f"packed_{part}", getattr(packed, part))
-        self.sizes = packed.sizes
+        self.sizes = packed[len(PARTS) :]
         self.like = self.like.to(packed.qweight.device)
         for name in self.stored_dtypes:
             self._parameters.pop(name, None)
@@ -88,15 +89,15 @@ class QuantizedWeight(nn.Module):
     @property
     def bits(self) -> int | None:
         """Bits of a value, once the weight is packed."""
-        return None if self.sizes is None else self.sizes.bits
+        return None if self.sizes is None else self.packed.bits
 
     @property
-    def packed(self) -> LayerWeight:
+    def packed(self) -> PackedWeight:
         """The weight, once it is packed."""
         if self.sizes is None:
             raise RuntimeError("the weight of this layer has not been loaded")
-        parts: dict[str, Any] = {part: self._buffers[f"packed_{part}"] for part in PARTS}
-        return LayerWeight(**parts, sizes=self.sizes)
+        parts: list[Any] = [self._buffers[f"packed_{part}"] for part in PARTS]
+        return PackedWeight(*parts, *self.sizes)
 
     @property
     def weight(self) -> Any:
@@ -114,7 +115,7 @@ class QuantizedWeight(nn.Module):
     def _shown_shape(self) -> tuple[int, int]:
         return (self.k, self.n) if self.transposed else (self.n, self.k)
 
-    def _shown(self, packed: LayerWeight, dtype: torch.dtype) -> Tensor:
+    def _shown(self, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
         found = dequantized(layer_weight.unpack(packed), dtype)
         return found.t().contiguous() if self.transposed else found
 
@@ -166,7 +167,7 @@ class QuantizedWeight(nn.Module):
             self._keep(self._moved_from(qweight))
         return self
 
-    def _moved_from(self, before: Tensor) -> LayerWeight:
+    def _moved_from(self, before: Tensor) -> PackedWeight:
         """Returns the weight on another kind of device; that of a layer which shared it and moved earlier."""
         other = _moved[before]() if before in _moved else None
         if other is None or other.packed.qweight.device != self.packed.qweight.device:

@@ -22,7 +22,7 @@ from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, opus_mt
 from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.ops import gpu as operators
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose, copies
 from tests.benchmarks.tiny_configs import CONFIGS
 
 needs_ctranslate2 = pytest.mark.skipif(
@@ -139,10 +139,10 @@ def test_a_main_backend_that_fails_fails_the_workload(monkeypatch, name):
 
 def test_other_weights_in_one_record(monkeypatch):
     precision = "int8"
-    if quantized_linear._missing(precision):
-        pytest.skip(quantized_linear._missing(precision))
+    if choose.missing(precision):
+        pytest.skip(choose.missing(precision))
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     backend, before = f"fastgen-{precision}", settings.current()
     record = record_of(bart_base, _BART, further_backends=(backend,))
     assert record.errors == [] and record.notes == [] and record.skipped == {} and record.identical is True
@@ -150,8 +150,8 @@ def test_other_weights_in_one_record(monkeypatch):
     seen = []
     measured = backends.make(backend)
     measured.setup(job(work(bart_base, _BART)))
-    pack = quantized_linear.pack
-    monkeypatch.setattr(quantized_linear, "pack", lambda *args: seen.append(1) or pack(*args))
+    pack = copies.pack
+    monkeypatch.setattr(copies, "pack", lambda *args: seen.append(1) or pack(*args))
     measured.run(3)
     assert seen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import product_bits
-from fastgen.ops.linear import kernels
+from fastgen.ops.linear import choose
 
 
 def test_a_run_gives_the_same_digests_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +18,6 @@ def test_a_run_gives_the_same_digests_twice(monkeypatch: pytest.MonkeyPatch) -> 
     every = {f"gemv torch.{dtype} rows" for dtype in ("float32", "bfloat16", "float16")}
     every |= {"gemm torch.float32 rows", "gemm torch.float32 columns", "panels torch.bfloat16", "panels torch.float16"}
     every |= {f"{bits} bits in groups, {of} activations" for bits in (4, 8) for of in ("float", "int8")}
-    assert not kernels.is_available() or every <= names, every - names
+    assert not choose.is_available() or every <= names, every - names
     errors = [float(line.rpartition(" | ")[2]) for line in first]
     assert all(error < 1.0 for error in errors)  # the 4 bits are far from the weight

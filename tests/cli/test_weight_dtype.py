@@ -10,7 +10,7 @@ import pytest
 
 from fastgen import settings
 from fastgen.decoding import layers
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen_cli.generate import main, parse
 
@@ -25,7 +25,7 @@ def call(*words: Any) -> int:
 def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny layers count as well, and the processor as fast."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *asked: quantized_linear._missing(precision))
+    monkeypatch.setattr(choose, "unavailable", lambda precision, *asked: choose.missing(precision))
 
 
 def outputs(path: Path) -> list[dict[str, Any]]:
@@ -34,9 +34,9 @@ def outputs(path: Path) -> list[dict[str, Any]]:
 
 def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: Path) -> None:
     before, found, stats = settings.current(), {}, {}
-    for precision in ("fp32", *quantized_linear.PRECISIONS):
-        if precision != "fp32" and quantized_linear._missing(precision):
-            pytest.skip(quantized_linear._missing(precision) or "")
+    for precision in ("fp32", *choose.PRECISIONS):
+        if precision != "fp32" and choose.missing(precision):
+            pytest.skip(choose.missing(precision) or "")
         out, report = tmp_path / f"{precision}.jsonl", tmp_path / f"{precision}.json"
         import fastgen
 
@@ -46,7 +46,7 @@ def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: 
         stats[precision] = json.loads(report.read_text())["fastgen"]["stats"]
         assert settings.current() == before
     assert not any("weights" in name for name in stats["fp32"])
-    for precision in quantized_linear.PRECISIONS:
+    for precision in choose.PRECISIONS:
         assert stats[precision][f"{precision} weights"] == {"accelerated": 10, "fallback": {}}
         assert found[precision] != found["fp32"]
         near = [abs(a[0] - b[0]) < 0.2 * abs(a[0]) for a, b in zip(found["fp32"], found[precision], strict=True)]
@@ -67,7 +67,7 @@ def test_weights_that_stay_as_they_are_are_told_of(
     assert call(bart, inputs, tmp_path / "small.txt", *loud, "--weight-dtype", "int8") == 0
     told = "; no int8 weights: the model has no linear layer of at least 65536 weights that it serves\n"
     assert capsys.readouterr().err.endswith(told)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: "this processor is not fast")
     fastgen.reset_stats()
     assert call(bart, inputs, tmp_path / "slow.txt", *loud, "--weight-dtype", "bf16") == 0
     assert capsys.readouterr().err.endswith("; no bf16 weights: this processor is not fast\n")

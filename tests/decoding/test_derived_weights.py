@@ -15,6 +15,7 @@ from fastgen import memory
 from fastgen.decoding import derived_weights
 from fastgen.decoding.derived_weights import DerivedWeight, Format
 from fastgen.ops import fingerprint
+from fastgen.ops.linear import choose
 from tests.noting import noted
 
 # Each copy has as many bytes as its weight.
@@ -250,8 +251,8 @@ FORMATS = [
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: f"{format.name} {format.itemsize}")
 def test_a_copy_takes_about_what_its_format_says(format: derived_weights.Format) -> None:
-    if format.name == "bf16" and derived_weights.unavailable("bf16") is not None:
-        pytest.skip(str(derived_weights.unavailable("bf16")))
+    if format.name == "bf16" and choose.unavailable("bf16") is not None:
+        pytest.skip(str(choose.unavailable("bf16")))
     weight = nn.Parameter(torch.randn(1024, 512).bfloat16().float(), requires_grad=False)
     copy = derived_weights.of(weight, format, weight)
     with derived_weights.call():

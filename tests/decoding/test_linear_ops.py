@@ -15,7 +15,8 @@ from fastgen import settings
 from fastgen.decoding import derived_weights, linear_ops
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import fingerprint, runtime
-from fastgen.ops.linear import choose, panels
+from fastgen.ops.linear import choose, kernels
+from fastgen.ops.linear import copies as packing
 from fastgen.ops.linear.kernels import GEMM
 from tests.noting import noted
 
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 OUTPUTS, INPUTS = 60, 64
-TYPES = pytest.mark.parametrize("dtype", panels.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", packing.TYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def copies(known: Found) -> Found:
 
 @TYPES
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, panels.MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, kernels.PANELS_MAX_ROWS])
 def test_products_read_fewer_bits(dtype: torch.dtype, biased: bool, rows: int, copies: Found) -> None:
     step = Step(weight_of(dtype), rows=rows, biased=biased)
     assert step.call() and len(copies()) == 1
@@ -121,7 +122,7 @@ def test_one_number_that_is_none_of_16_bits(copies: Found) -> None:
     "make",
     [
         lambda: Step(torch.randn(OUTPUTS, INPUTS)),
-        lambda: Step(weight_of(torch.bfloat16), rows=panels.MAX_ROWS + 1),
+        lambda: Step(weight_of(torch.bfloat16), rows=kernels.PANELS_MAX_ROWS + 1),
         lambda: Step(torch.randn(INPUTS, OUTPUTS).bfloat16().float().t()),
         lambda: Step(torch.randn(OUTPUTS, 2 * INPUTS).bfloat16().float()[:, :INPUTS]),
     ],
@@ -176,7 +177,7 @@ def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch, copies: 
         assert step.call(steps=1)
 
 
-@pytest.mark.parametrize("dtype", [*panels.TYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [*packing.TYPES, torch.float32], ids=str)
 def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype, copies: Found) -> None:
     """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""
     weight = torch.nn.Parameter(weight_of(torch.bfloat16))
@@ -243,7 +244,7 @@ def test_a_copy_of_a_weight_that_has_changed_is_freed() -> None:
     weight = weight_of(torch.bfloat16)
     step = Step(weight)
     assert step.call()
-    copy = weakref.ref(derived_weights.of(weight, derived_weights.PANELS).copy)
+    copy = weakref.ref(derived_weights.of(weight, derived_weights.PANELS).copy.qweight)
     assert step.call(1) and copy() is not None
     weight.normal_()
     assert step.call(2) and copy() is None

@@ -14,20 +14,19 @@ from fastgen import memory, settings
 from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.layer_forms import FloatLinear, QuantizedLinear
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import quantized_linear
-from fastgen.ops.linear import choose
+from fastgen.ops.linear import choose, copies
 from tests.decoding.layers.tiny import KINDS, each_change, model_of_layers
 from tests.noting import noted
 
-PRECISIONS = quantized_linear.PRECISIONS
+PRECISIONS = choose.PRECISIONS
 
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every layer is large enough and every processor fast; the precisions of what is packed, in order."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    found = noted(monkeypatch, quantized_linear, "pack", lambda weight, precision, *more: precision)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    found = noted(monkeypatch, copies, "pack", lambda weight, precision, *more: precision)
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     fastgen.enable(packed_weights="call", weight_dtype="fp32")
     fastgen.reset_stats()
     with torch.no_grad():
@@ -37,7 +36,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def _skip_without(precision: str) -> None:
-    reason = quantized_linear._missing(precision)
+    reason = choose.missing(precision)
     if reason is not None:
         pytest.skip(reason)
 
@@ -87,7 +86,7 @@ def test_layers_in_half_precision(precision: str, packed: list[str], dtype: torc
         result = model(x)
     assert result.dtype is dtype
     assert (FloatLinear in kinds) is (precision == "bf16")
-    if dtype in quantized_linear.types(precision, torch.device("cpu")):
+    if dtype in choose.types(precision, torch.device("cpu")):
         assert packed == [precision] * 3 and not torch.equal(result, expected)
         assert ((result - expected).norm() / expected.norm()).item() < (0.3 if precision == "int4" else 0.03)
         assert fastgen.stats() == {f"{precision} weights": {"accelerated": 1, "fallback": {}}}
@@ -241,7 +240,7 @@ def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: p
 
 
 def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: "this processor is not fast")
     fastgen.enable(weight_dtype="int8")
     model, x = model_of_layers(), torch.randn(2, 20)
     expected = model(x)

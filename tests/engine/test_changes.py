@@ -18,7 +18,7 @@ from fastgen.decoding.captured import graph
 from fastgen.engine import continuous
 from fastgen.engine.continuous import ContinuousBatches
 from fastgen.engine.options import make
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers.captured import slots
 from tests.engine.conftest import (
     PROMPTS,
@@ -91,9 +91,9 @@ def test_slots_never_multiply_with_a_stale_low_bit_copy(
     name: str, monkeypatch: pytest.MonkeyPatch, recorded_at_once: None
 ) -> None:
     """The recording for any number of inputs is of the copies, which captured steps no longer look at."""
-    if quantized_linear._missing("int8"):
-        pytest.skip(quantized_linear._missing("int8") or "")
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    if choose.missing("int8"):
+        pytest.skip(choose.missing("int8") or "")
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     fastgen.enable(weight_dtype="int8", packed_weights="keep")
     fastgen.reset_stats()

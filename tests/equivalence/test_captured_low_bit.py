@@ -14,7 +14,7 @@ from fastgen import settings
 from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.captured import graph
 from fastgen.ops import gpu as operators
-from fastgen.ops.gpu import grouped_linear
+from fastgen.ops.linear import choose, on_gpu
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.quantization import layer_weight
@@ -30,14 +30,15 @@ from tests.noting import noted
 def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, too, weights are packed in rows. Those of tiny models count."""
     if device.type != "cuda":
-        monkeypatch.setattr(grouped_linear, "is_for", lambda device: True)
+        monkeypatch.setattr(on_gpu, "is_for", lambda device: True)
+        monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     monkeypatch.setattr(layers, "MIN_NARROW", 0)
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each low-bit product."""
-    return noted(monkeypatch, grouped_linear, "grouped_linear", lambda x, *more: x.numel() // x.shape[-1])
+    return noted(monkeypatch, on_gpu, "multiply", lambda x, *more: x.numel() // x.shape[-1])
 
 
 def random_grouped(outputs: int, inputs: int, bits: int, form: str, device: torch.device) -> QuantizedTensor:
@@ -95,7 +96,7 @@ def test_low_bit_layers(
     make_low_bit(model, bits, form)
     check(model, inputs, options)
     assert captures() == 1 and replays, reasons()
-    assert rows and min(rows) <= grouped_linear.MAX_ROWS
+    assert rows and min(rows) <= on_gpu.MAX_ROWS
 
 
 def test_models_that_are_moved(device: torch.device, rows: list[int]) -> None:
@@ -118,7 +119,7 @@ def test_more_rows_than_the_kernel_takes(
     device: torch.device, rows: list[int], monkeypatch: pytest.MonkeyPatch, replays: list[None]
 ) -> None:
     """The step unpacks the weight."""
-    monkeypatch.setattr(grouped_linear, "MAX_ROWS", 0)
+    monkeypatch.setattr(on_gpu, "MAX_ROWS", 0)
     model, inputs = build(BY_NAME["llama"], device)
     make_low_bit(model, 4, "zeros")
     check(model, inputs, GREEDY)
@@ -130,10 +131,10 @@ def rounded(model: Any, bits: int, group_size: int) -> Any:
     plain = copy.deepcopy(model)
     for module in plain.modules():
         if type(module) is nn.Linear:
-            weight = grouped_linear.rounded(module.weight, bits, group_size)
+            weight = on_gpu.rounded(module.weight, bits, group_size)
             every = torch.arange(weight.n, device=module.weight.device)
             # Not in place: the embedding, which is not rounded, may share it.
-            module.weight = nn.Parameter(grouped_linear.rows(weight, every, module.weight.dtype), requires_grad=False)
+            module.weight = nn.Parameter(on_gpu.rows(weight, every, module.weight.dtype), requires_grad=False)
     return plain
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 import fastgen
 from fastgen import settings
 from fastgen.decoding import derived_weights, layers
-from fastgen.ops import quantized_linear
-from fastgen.ops.linear import choose
+from fastgen.ops.linear import choose, copies
 from fastgen.optimizer.transformers.encoders import call, unpadded_forward
 from fastgen.optimizer.transformers.encoders.stacks import BUCKETED, RIGHT_PADDED, VARLEN
 from tests.equivalence.encoder_models import (
@@ -218,8 +217,8 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers, "MIN_NARROW", 0)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *arguments: None)
-    packed = noted(monkeypatch, quantized_linear, "pack")
+    monkeypatch.setattr(choose, "unavailable", lambda *arguments: None)
+    packed = noted(monkeypatch, copies, "pack")
     model = copy.deepcopy(classifier)
     given = inputs(LENGTHS)
     exact = _plain(model, given).logits

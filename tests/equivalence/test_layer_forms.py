@@ -12,7 +12,7 @@ import fastgen
 from fastgen.decoding.kv.growing import GrowingKV
 from fastgen.decoding.layer_forms import FloatLinear
 from fastgen.ops import elementwise
-from fastgen.ops.linear import choose, kernels
+from fastgen.ops.linear import choose
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import accelerated, assert_same, check, run
 from tests.equivalence.options import every
@@ -21,7 +21,7 @@ from tests.equivalence.test_failures import break_
 from tests.noting import noted
 from tests.ops.instructions import has_tiles
 
-pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.decoding import derived_weights, lm_head
-from fastgen.ops.linear import panels
+from fastgen.ops.linear import copies as packing
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons, record_programs, two
 from tests.equivalence.check import check, run
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.sampled(5)
 CPU = torch.device("cpu")
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}
 WAYS = pytest.mark.parametrize("way", [GREEDY, BEAMS, SAMPLED], ids=["greedy", "beams", "samples"])
-TYPES = pytest.mark.parametrize("dtype", panels.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", packing.TYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import BEAMS, FAMILIES, GREEDY, KNOWN, build, captures, every, reasons
 from tests.equivalence.check import run
@@ -34,12 +34,12 @@ def test_weights_in_other_numbers_that_are_not_kept_free_what_was_recorded() -> 
     assert captures() == 0 and "copies of weights that are not kept" in next(iter(reasons()))
 
 
-@pytest.fixture(params=quantized_linear.PRECISIONS)
+@pytest.fixture(params=choose.PRECISIONS)
 def kept_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Weights in this precision, which are kept from call to call; that of every layer."""
-    if quantized_linear._missing(request.param):
-        pytest.skip(quantized_linear._missing(request.param))
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    if choose.missing(request.param):
+        pytest.skip(choose.missing(request.param))
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     fastgen.enable(weight_dtype=request.param, packed_weights="keep")
     return request.param

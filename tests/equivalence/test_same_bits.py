@@ -18,7 +18,6 @@ import fastgen
 from fastgen import memory
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import gpu as operators
-from fastgen.ops import quantized_linear
 from fastgen.ops.linear import choose
 from fastgen.ops.linear.choose import Isa
 from fastgen.optimizer.transformers.captured import graph_cache, key
@@ -128,11 +127,11 @@ def test_a_row_depends_on_no_other_row_and_on_no_number_of_threads(layer: nn.Lin
     assert len(of_kernel) >= 2
 
 
-@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+@pytest.mark.parametrize("precision", choose.PRECISIONS)
 def test_no_precision_depends_on_free_memory(precision: str, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where weights in the precision that was asked for do not fit, the call fails; nothing is float32 instead."""
-    if quantized_linear._missing(precision) is not None:
-        pytest.skip(quantized_linear._missing(precision) or "")
+    if choose.missing(precision) is not None:
+        pytest.skip(choose.missing(precision) or "")
     model = _bart()
     fastgen.enable(weight_dtype=precision)
     plenty = run(model, INPUTS, SCORES)

@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor
 import fastgen
 from fastgen import settings
 from fastgen.decoding import derived_weights
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose, kernels
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.sampled(2)
 SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True}
 
 
-@pytest.fixture(params=quantized_linear.PRECISIONS)
+@pytest.fixture(params=choose.PRECISIONS)
 def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The setting, in force; a fallback fails the test."""
-    reason = quantized_linear._missing(request.param)
+    reason = choose.missing(request.param)
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     with settings.changed(weight_dtype=request.param):
         yield request.param
     derived_weights.drop_all()
@@ -42,7 +42,7 @@ def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.
 @pytest.fixture
 def outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The outputs of every product with such a weight."""
-    return noted(monkeypatch, quantized_linear, "quantized_linear", lambda x, weight, bias: weight.n)
+    return noted(monkeypatch, kernels, "multiply_packed", lambda x, weight, bias, floats: weight.n)
 
 
 @pytest.mark.parametrize("other_is_inside", [True, False])

@@ -10,18 +10,18 @@ from fairseq.sequence_generator import SequenceGenerator
 import fastgen
 from fastgen import settings
 from fastgen.decoding import layers
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose
 from fastgen_cli import fairseq as commands
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, both
 
 
-@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+@pytest.mark.parametrize("precision", choose.PRECISIONS)
 def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = quantized_linear._missing(precision)
+    reason = choose.missing(precision)
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(choose, "unavailable", lambda *asked: None)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     model, sample = models.encoder_decoder().eval(), models.sources(4)
 
@@ -41,7 +41,7 @@ def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("option", "precision"),
     [
-        *((["--weight-dtype", precision], precision) for precision in ("fp32", *quantized_linear.PRECISIONS)),
+        *((["--weight-dtype", precision], precision) for precision in ("fp32", *choose.PRECISIONS)),
         ([], "fp32"), (["--cpu-weights", "int8"], "int8"), (["--cpu-weights=bf16"], "bf16"),
     ],
     ids=str,

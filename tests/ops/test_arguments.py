@@ -27,7 +27,7 @@ from fastgen.ops import (
     search_step,  # noqa: F401 (these define operators)
 )
 from fastgen.ops import no_repeat_ngram as ngram
-from fastgen.ops.linear import grouped, tune  # noqa: F401 (defines evict)
+from fastgen.ops.linear import copies
 from tests.ops.fuzz import __main__ as fuzzer
 from tests.ops.fuzz import cases
 
@@ -116,7 +116,7 @@ def test_grouped_rows_whose_sizes_overflow(outputs, inputs, count):
 
 
 def test_grouped_rows_of_a_line_that_is_not_there():
-    weight = grouped.rounded(torch.randn(5, 8), 8, 8)
+    weight = copies.rounded(torch.randn(5, 8), 8, 8)
     for line in (-1, 5, LARGEST, -(2**63)):
         which = torch.tensor([0, line])
         with pytest.raises(RuntimeError, match="index out of range"):

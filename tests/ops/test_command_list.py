@@ -18,7 +18,7 @@ from fastgen.ops import (
     elementwise,
     runtime,
 )
-from fastgen.ops.linear import grouped, kernels  # noqa: F401
+from fastgen.ops.linear import copies
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 operators, aten = torch.ops.fastgen, torch.ops.aten
@@ -90,7 +90,7 @@ def test_the_position_that_is_written_is_read_each_time() -> None:
 def test_memory_that_moves() -> None:
     """Sharing a tensor with other processes gives it other memory."""
     x, weight, out = torch.randn(3, 64), torch.randn(8, 64), torch.zeros(3, 8)
-    parts = grouped.rounded(weight, 8, 32)
+    parts = copies.rounded(weight, 8, 32)
     total = torch.zeros(3, 8)
     calls = [
         partial(operators.grouped_linear_out.default, out, x, *parts[:5], None, 8, 32, False, False),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastgen.ops import _library
-from fastgen.ops.linear import panels
+from fastgen.ops.linear import choose, copies
 from tests.ops.instructions import instruction_set
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
@@ -16,10 +16,10 @@ def test_it_is_chosen_once() -> None:
     """A weight that has been packed fits the products of this process, whatever becomes of the environment."""
     x, weight = torch.randn(3, 20), torch.randn(50, 20).bfloat16()
     with instruction_set("default"), pytest.MonkeyPatch.context() as patch:
-        packed = panels.pack(weight)
+        packed = copies.panels(weight)
         for other in ("avx512", "avx2", "default"):
             patch.setenv("ATEN_CPU_CAPABILITY", other)
-            found = panels.panels_gemm(x, packed, None, 50)
+            found = choose.linear(x, packed, None)
             torch.testing.assert_close(found, x @ weight.float().t(), atol=1e-4, rtol=0)
 
 
@@ -29,5 +29,5 @@ def test_a_name_that_means_nothing_changes_nothing(name: str, monkeypatch: pytes
     widths = []
     for given in (None, name):
         with instruction_set(given):
-            widths.append(panels.pack(torch.zeros(1, 1).half()).shape[2])  # that of a panel, twice
+            widths.append(copies.panels(torch.zeros(1, 1).half()).qweight.shape[2])  # that of a panel, twice
     assert widths[0] == widths[1]

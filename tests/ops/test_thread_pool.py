@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastgen.ops import _library, rms_norm, runtime
-from fastgen.ops.linear import panels
+from fastgen.ops.linear import choose, copies
 from fastgen.ops.linear.kernels import GEMM, GEMV
 from tests.ops.instructions import threads
 
@@ -43,7 +43,7 @@ def test_results_are_those_of_torchs_threads(rows, number, no_pool):
         return (
             GEMV.multiply(x, weight, bias),
             GEMM.multiply(x, weight, bias),
-            panels.panels_gemm(x, panels.pack(weight.half()), bias, 301),
+            choose.linear(x, copies.panels(weight.half()), bias),
             rms_norm.rms_norm(many, torch.ones(576), 1e-6),
         )
 

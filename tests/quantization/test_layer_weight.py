@@ -11,9 +11,10 @@ from torch import Tensor
 
 import fastgen
 from fastgen import settings
-from fastgen.ops.gpu import grouped_linear as lines
-from fastgen.ops.linear import grouped
+from fastgen.ops.linear import choose, kernels
+from fastgen.ops.linear import on_gpu as lines
 from fastgen.ops.linear.kernels import GEMM
+from fastgen.ops.linear.weights import Layout
 from fastgen.quantization import layer_weight
 from fastgen.quantization.checkpoint import QuantizedTensor, dequantized
 from fastgen.quantization.formats import BLOCK_TYPES, Blocks, BlockType
@@ -21,7 +22,7 @@ from tests.noting import noted
 from tests.quantization.definitions import random_weight
 from tests.quantization.test_formats import blocks_of
 
-needs_kernels = pytest.mark.skipif(grouped.unavailable() is not None, reason="no kernels")
+needs_kernels = pytest.mark.skipif(choose.missing("int8") is not None, reason="no kernels")
 
 # Inputs and groups: of the kernels' sizes; cut into smaller ones; one group for all inputs, in up to five parts; none
 # of the kernels'.
@@ -50,10 +51,10 @@ def test_nothing_is_lost(inputs, group_size, form, bits, dtype, layout, monkeypa
     """In the layout of the CPU, in that of GPUs, and on the way from one to the other and back."""
     weight = _weight(inputs, group_size, bits, form)
     on_cpu = layer_weight.pack(weight)
-    assert layer_weight.moved(on_cpu) is on_cpu and on_cpu.sizes.layout != "rows"
+    assert layer_weight.moved(on_cpu) is on_cpu and on_cpu.layout is not Layout.ROWS
     monkeypatch.setattr(lines, "is_for", lambda device: layout == "rows")
     packed, there = layer_weight.pack(weight), layer_weight.moved(on_cpu)
-    assert (packed.sizes.layout == "rows") == (layout == "rows") and there.sizes == packed.sizes
+    assert (packed.layout is Layout.ROWS) == (layout == "rows") and there[5:] == packed[5:]
     found = layer_weight.unpack(packed)
     assert (found.bits, found.group_size) == (bits, group_size)
     for name in ("qweight", "scales", "zeros", "mins", "order"):
@@ -75,7 +76,7 @@ SIZES = {"Q4_K": 1.03, "Q5_K": 1.03, "Q3_K": 1.33, "Q2_K": 1.96}
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    return noted(monkeypatch, grouped, "grouped_linear", lambda x, weight, bias, floats: floats)
+    return noted(monkeypatch, kernels, "multiply_packed", lambda x, weight, bias, floats: floats)
 
 
 def is_served(inputs: int, group_size: int) -> bool:
@@ -169,7 +170,7 @@ def test_zeros_whose_products_float32_does_not_hold(used: list[bool]) -> None:
     weight = random_weight(24, 32, 8, 16, symmetric=False, dtype=torch.float32)
     packed, x = layer_weight.pack(weight), torch.randn(3, 32)
     torch.testing.assert_close(layer_weight.linear(x, packed, None), F.linear(x, dequantized(weight, torch.float32)))
-    assert not packed.sizes.takes_floats and not used
+    assert not packed.takes_floats and not used
     layer_weight.linear(x, packed, None, "int8")
     assert used == [False]
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgen.decoding.captured.program import Program
-from fastgen.ops.gpu import grouped_linear as lines
-from fastgen.ops.linear import grouped
+from fastgen.ops.linear import choose
+from fastgen.ops.linear import on_gpu as lines
+from fastgen.ops.linear.weights import Layout
 from fastgen.quantization import layer_weight, layers
 from fastgen.quantization.checkpoint import Format, QuantizedTensor, dequantized
 from fastgen.quantization.formats import BLOCK_TYPES, GPTQ, Blocks, PackQuantized
@@ -224,7 +225,7 @@ def test_code_that_asks_what_a_weight_is_unpacks_nothing(monkeypatch: pytest.Mon
     assert len(count) == 1
 
 
-@pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
+@pytest.mark.skipif(not choose.is_available(), reason="no kernels")
 def test_an_embedding_in_a_recorded_step() -> None:
     weight = random_weight(50, 32, dtype=torch.float16)
     form, tensors = GPTQ(), definitions.gptq(weight)
@@ -248,7 +249,7 @@ def test_what_is_tied_is_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "is_for", lambda device: True)
     for layer in (head, embedding):  # as `_apply` does when the device is of another kind
         layer._keep(layer._moved_from(before))
-    assert head.packed.sizes.layout == "rows"
+    assert head.packed.layout is Layout.ROWS
     assert head.packed.qweight.data_ptr() == embedding.packed.qweight.data_ptr()
     x, tokens = torch.randn(2, 64), torch.tensor([8, 0])
     torch.testing.assert_close(head(x), F.linear(x, weight))
@@ -259,5 +260,5 @@ def test_what_is_tied_is_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_on_no_device_keeps_its_layout() -> None:
     layer = linear(random_weight(8, 32))
-    layout = layer.packed.sizes
-    assert nn.Sequential(layer).to("meta")[0].packed.sizes == layout
+    sizes = layer.sizes
+    assert nn.Sequential(layer).to("meta")[0].sizes == sizes

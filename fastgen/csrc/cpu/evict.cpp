@@ -1,4 +1,4 @@
-// Evicts a tensor from the processor's caches. The schema is defined in fastgen/ops/linear/tune.py.
+// Evicts a tensor from the processor's caches. The schema is defined in fastgen/ops/linear/__init__.py.
 #include "instruction_set.h"
 #include "operator.h"
 

@@ -26,6 +26,7 @@ from fastgen.decoding import derived_weights, layer_forms, layers
 from fastgen.decoding.layer_forms import is_plain
 from fastgen.decoding.lm_head import DraftHead
 from fastgen.interrupts import forkable_lock
+from fastgen.ops.linear import choose
 
 # Separates texts of a row that do not follow one another. No draft crosses it.
 BOUNDARY = -1
@@ -67,7 +68,7 @@ class DraftWeights:
             transposed, weight = kinds.get(type(module)), module._parameters.get("weight")
             if transposed is None or weight is None or not is_plain(module, weight.dtype, self._device.type):
                 continue
-            if weight.numel() < layers.MIN_NARROW or not derived_weights.has_low_bit(weight, precision):
+            if weight.numel() < layers.MIN_NARROW or weight.dtype not in choose.types(precision, weight.device):
                 continue
             found = self._weights[module] = derived_weights.of(
                 weight.t() if transposed else weight, self._format, weight
@@ -176,7 +177,7 @@ class DraftWeights:
 
 
 def _multiply(copy: Any, module: nn.Module, x: Tensor) -> Tensor:
-    return derived_weights.multiply_low_bit(x, copy, module._parameters.get("bias"))
+    return choose.linear(x, copy, module._parameters.get("bias"))
 
 
 memory.register(DraftWeights.drop_all)

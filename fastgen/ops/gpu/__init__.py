@@ -1,12 +1,12 @@
 """Triton kernels of the operators in `fastgen.ops`, and their launch.
 
     launches                        those of attention, the best candidates, KV writes and RMS norm
-    grouped_linear                  linear layers on weights of 4 or 8 bits, and their layout
     _kernels, _grouped_kernels      the kernels; only their import needs Triton
 
-An operator asks whether there is a kernel for its tensors (`available`), and only then imports the launch. Nothing here
-synchronizes, and no grid depends on the contents of device memory: every call can be captured in a CUDA graph, and its
-replays read the lengths, positions and tables of that time.
+`fastgen.ops.linear.on_gpu` launches `_grouped_kernels`. An operator asks whether there is a kernel for its tensors
+(`available`), and only then imports the launch. Nothing here synchronizes, and no grid depends on the contents of
+device memory: every call can be captured in a CUDA graph, and its replays read the lengths, positions and tables of
+that time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernels of grouped_linear.py. Importing this needs Triton."""
+"""The kernels of `fastgen.ops.linear.on_gpu`. Importing this needs Triton."""
 
 import triton
 import triton.language as tl

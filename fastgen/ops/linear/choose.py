@@ -1,8 +1,8 @@
-"""Chooses the kernel of a product on the CPU: for linear layers from a static table.
+"""Linear ops, and the choice of their kernels on the CPU: from a static table.
 
 The choice depends on the instruction set, the dtype, the layout of the weight and M (rows of x, tokens). Nothing is
 timed in a user's call, so results do not depend on a clock. N and K do not matter: from 192 x 576 to 4,096 x 1,024 the
-best kernel changes at the same M.
+best kernel changes at the same M. A packed weight has one kernel, which its format and layout determine.
 
 The shipped table is based on measurements on AMD EPYC (Zen 3, Zen 4, Zen 5) and Intel Xeon (AVX-512, AMX): see
 docs/experiments.md. `python -m fastgen tune` measures a machine and writes a profile that replaces it (`tune.py`).
@@ -21,16 +21,17 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import memory
-from fastgen.ops import _library
-from fastgen.ops.linear import as_rows, fit, kernels, panels
-from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, Kernel
+from fastgen.ops import _library, gpu
+from fastgen.ops.linear import as_rows, copies, fit, kernels, on_gpu
+from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV, GROUPED, PANEL_GEMM, Kernel  # noqa: F401 (of captured steps)
+from fastgen.ops.linear.weights import Layout, PackedWeight
 
 
 class Isa(enum.IntEnum):
@@ -43,14 +44,8 @@ class Isa(enum.IntEnum):
     AMX = 4
 
 
-class Layout(enum.Enum):
-    """The layout of a weight, [N, K], in memory."""
-
-    ROWS = "rows"  # contiguous along K, as in `nn.Linear`
-    COLUMNS = "columns"  # contiguous along N, as in GPT-2's `Conv1D`
-    PANELS = "panels"  # float32 that 16 bits represent exactly, packed in panels (`panels.py`)
-
-
+# Whether there are kernels in this process: nothing is gained without them.
+is_available = _library.availability("fastgen::gemm_out")
 KERNELS = {kernel.name: kernel for kernel in (GEMV, GEMM, BF16X3)}
 # Names in the table for torch's own kernel, and for the packed 16-bit copy.
 TORCH, PANELS = "torch", "panels"
@@ -76,7 +71,7 @@ _ALL_TORCH: Row = ((_REST, TORCH),)
 _FLOATS: Mapping[Key, Row] = {
     (torch.float32, Layout.ROWS): ((8, "gemv"), (_REST, "gemm")),
     (torch.float32, Layout.COLUMNS): ((1, "gemv"), (_REST, "gemm")),
-    (torch.float32, Layout.PANELS): ((panels.MAX_ROWS, PANELS), (_REST, "gemm")),
+    (torch.float32, Layout.PANELS): ((kernels.PANELS_MAX_ROWS, PANELS), (_REST, "gemm")),
 }
 _BF16, _FP16 = (torch.bfloat16, Layout.ROWS), (torch.float16, Layout.ROWS)
 _BF16_COLUMNS, _FP16_COLUMNS = (torch.bfloat16, Layout.COLUMNS), (torch.float16, Layout.COLUMNS)
@@ -102,31 +97,45 @@ TABLE: Mapping[Isa, Mapping[Key, Row]] = {
 }
 
 
-def choose(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> Kernel | None:
-    """Returns the kernel for M rows of this type; None for torch's own, and if a packed copy is read (`PANELS`).
+@overload
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = ..., floats: bool = ...) -> Tensor: ...
+@overload
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = ...) -> Tensor | None: ...
+def linear(x: Tensor, weight: Any, bias: Tensor | None = None, floats: bool = False) -> Tensor | None:
+    """`torch.nn.functional.linear(x, weight, bias)`; None if torch's own kernel is chosen. Not differentiable.
 
-    Args:
-        isa: the instruction set; by default that of this process.
+    x is [..., K], the weight [N, K], the bias [N]. `kernels.multiply_packed` has the types that a packed weight
+    multiplies, and says what `floats` is.
+
+    Raises:
+        RuntimeError: a packed weight, x and the bias do not fit together.
     """
-    return KERNELS.get(name_of(dtype, layout, m, isa))
-
-
-def name_of(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> str:
-    """Returns the kernel's name in the table, which may be `TORCH` or `PANELS`."""
-    row = _table(instruction_set() if isa is None else isa).get((dtype, layout), _ALL_TORCH)
-    return next(name for most, name in row if m <= most)
+    if isinstance(weight, PackedWeight):
+        return kernels.multiply_packed(x, weight, bias, floats)
+    kernel = kernel_for(x, weight, bias)
+    return None if kernel is None else kernel.multiply(x, weight, bias)
 
 
 def kernel_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Kernel | None:
     """Returns the kernel for x as [..., K], a weight [N, K] and a bias [N] or None; None for torch's own."""
-    layout = layout_of(weight)
-    if layout is None or not x.numel() or not weight.numel() or not fit(x, weight, bias):
+    layout, count = layout_of(weight), x.numel()
+    if layout is None or not count or not weight.numel() or not fit(x, weight, bias):
         return None
-    kernel = choose(x.dtype, layout, x.numel() // x.shape[-1])
+    kernel = KERNELS.get(name_of(x.dtype, layout, count // x.shape[-1]))
     # If the user allows float32 products of lower precision, torch has faster ones.
     # `torch.get_float32_matmul_precision` raises if only this backend, or only CUDA, has been allowed to.
     of_torch: Any = torch.backends.mkldnn
     return None if kernel is BF16X3 and of_torch.matmul.fp32_precision in _ROUNDED else kernel
+
+
+def name_of(dtype: torch.dtype, layout: Layout, m: int, isa: Isa | None = None) -> str:
+    """Returns the kernel's name in the table for M rows of this type, which may be `TORCH` or `PANELS`.
+
+    Args:
+        isa: the instruction set; by default that of this process.
+    """
+    row = _table(instruction_set() if isa is None else isa).get((dtype, layout), _ALL_TORCH)
+    return next(name for most, name in row if m <= most)
 
 
 def layout_of(weight: Tensor) -> Layout | None:
@@ -138,7 +147,7 @@ def layout_of(weight: Tensor) -> Layout | None:
 
 def reads_panels(m: int) -> bool:
     """Whether M rows of float32 read a weight from its packed 16-bit copy."""
-    return panels.is_available() and name_of(torch.float32, Layout.PANELS, m) == PANELS
+    return name_of(torch.float32, Layout.PANELS, m) == PANELS
 
 
 def gemv_rows(dtype: torch.dtype, layout: Layout, m: int) -> int | None:
@@ -152,7 +161,7 @@ def gemv_rows(dtype: torch.dtype, layout: Layout, m: int) -> int | None:
 @functools.cache
 def instruction_set() -> Isa:
     """Returns what the processor has and ATEN_CPU_CAPABILITY allows; portable without compiled kernels."""
-    if not kernels.is_available():
+    if not is_available():
         return Isa.PORTABLE
     return Isa(torch.ops.fastgen.instruction_set.default())
 
@@ -221,11 +230,6 @@ def forget() -> None:
         cached.cache_clear()
 
 
-def is_available() -> bool:
-    """Whether there are kernels in this process: nothing is gained without them."""
-    return kernels.is_available()
-
-
 def backend() -> str:
     """Returns which table is in use."""
     isa = instruction_set()
@@ -237,7 +241,57 @@ def backend() -> str:
     return f"a profile of this machine ({hashlib.sha256(repr(profile).encode()).hexdigest()[:8]}), {isa.name}"
 
 
-_library.define("instruction_set() -> int")
+# ---- low-bit copies of weights (`copies`), on request
+
+PRECISIONS = ("int8", "int4", "bf16")
+
+
+def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Returns the types of activations that weights of this precision can multiply on this device."""
+    is_any = on_gpu.is_for(device) or precision in copies.BITS
+    return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
+
+
+def is_for(device: torch.device) -> bool:
+    """Whether weights on this device can have one of `PRECISIONS`, if nothing is missing there."""
+    return device.type == "cpu" or on_gpu.is_for(device)
+
+
+def unavailable(precision: str, device: torch.device | None = None) -> str | None:
+    """Returns why weights of this precision cannot be used on this device, by default the CPU; None if they can.
+
+    On the CPU this depends on the processor's instructions, on a GPU on Triton.
+    """
+    if device is not None and on_gpu.is_for(device):
+        return gpu.unavailable(device) if precision in copies.BITS else f"weights in {precision} are for CPUs"
+    return missing(precision)
+
+
+def missing(precision: str) -> str | None:
+    """Returns why there are no kernels for this precision in this process, on the CPU; None if there are."""
+    if precision in copies.BITS:
+        is_served, needed = instruction_set() >= Isa.AVX2, "AVX2"
+    else:
+        is_served, needed = _packs_bf16(), "AVX-512 BF16"
+    return None if is_served else _library.load("CPU") or f"this processor does not have {needed}, or may not use it"
+
+
+def _packs_bf16() -> bool:
+    # A name in ATEN_CPU_CAPABILITY rules out this instruction set in the table, but not in these kernels.
+    try:
+        torch.ops.fastgen.pack_bf16.default(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def precisions() -> str:
+    """Returns which precisions the CPU serves, and why not the others."""
+    reasons = {precision: missing(precision) for precision in PRECISIONS}
+    there = [precision for precision, reason in reasons.items() if reason is None]
+    phrases = [f"{_library.backend('fastgen::grouped_linear_out')}: {', '.join(there)}"] if there else []
+    phrases += [f"no {precision}: {reason}" for precision, reason in reasons.items() if reason is not None]
+    return "; ".join(phrases)
 
 
 # ---- mixtures of experts: consecutive rows of x are multiplied with the weight of their expert
@@ -281,9 +335,6 @@ def _expert_rows(x: Tensor, weight: Tensor) -> int | None:
     """Returns up to how many rows of an expert GEMV serves; None if torch's product serves some numbers of rows."""
     layout = Layout.ROWS if weight.stride(2) == 1 else Layout.COLUMNS if weight.stride(1) == 1 else None
     return None if layout is None else gemv_rows(x.dtype, layout, x.shape[0])
-
-
-_library.define("expert_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor ends, int gemv_rows) -> ()")
 
 
 def separate_linear(x: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:

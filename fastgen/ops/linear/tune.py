@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library
-from fastgen.ops.linear import choose, panels
+from fastgen.ops.linear import choose, copies
 from fastgen.ops.linear.choose import KERNELS, PANELS, SERVE, TORCH, Isa, Key, Layout
 
 # The M that are measured, and [N, K] of the weights.
@@ -168,23 +167,20 @@ def _shortest(names: Sequence[str], key: Key, m: int, n: int, k: int) -> Seconds
     return {name: min(times[name] for times in rounds) for name in names}
 
 
-def _product(name: str, x: Tensor, weights: list[Tensor]) -> tuple[Callable[[Tensor], object], list[Tensor]]:
+def _product(name: str, x: Tensor, weights: list[Tensor]) -> tuple[Callable[[Any], object], Sequence[Any]]:
     if name == TORCH:
         return functools.partial(F.linear, x), weights
     if name == PANELS:
-        packed = [panels.pack(weight.bfloat16()) for weight in weights]
-        return lambda panel: panels.panels_gemm(x, panel, None, weights[0].shape[0]), packed
+        packed = [copies.panels(weight.bfloat16()) for weight in weights]
+        return functools.partial(choose.linear, x), packed
     return lambda weight: KERNELS[name].multiply(x, weight, None), weights
 
 
-def _seconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+def _seconds(product: Callable[[Any], object], weights: Sequence[Any]) -> float:
     """Returns seconds per weight; first evicts all weights from the processor's caches, if possible."""
     for weight in weights:
-        torch.ops.fastgen.evict.default(weight)
+        torch.ops.fastgen.evict.default(getattr(weight, "qweight", weight))
     start = time.perf_counter()
     for weight in weights:
         product(weight)
     return (time.perf_counter() - start) / len(weights)
-
-
-_library.define("evict(Tensor x) -> bool")

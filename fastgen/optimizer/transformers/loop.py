@@ -19,11 +19,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import counters, patching, releases, settings
-from fastgen.decoding import derived_weights, library_code
+from fastgen.decoding import library_code
 from fastgen.decoding.captured import graph
 from fastgen.decoding.kv.view import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.ops import gpu as operators
+from fastgen.ops.linear import choose
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import has_windows
 from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
@@ -276,7 +277,7 @@ def _check_weights(model: Any) -> None:
     now = settings.current()
     if now.weight_dtype == "fp32" or now.packed_weights == "keep":
         return
-    if model.device.type == "cpu" or derived_weights.unavailable(now.weight_dtype, model.device) is None:
+    if model.device.type == "cpu" or choose.unavailable(now.weight_dtype, model.device) is None:
         graph_cache.drop(model)
         raise CannotBeCaptured('copies of weights that are not kept (packed_weights="keep")')
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.ops.linear import choose, kernels
+from fastgen.ops.linear import choose
 from tests.decoding.captured.replayed import Replayed
 
-pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 
 
 def captured(function: Callable[[], Tensor]) -> tuple[int, Callable[[], Tensor]]:

@@ -9,8 +9,7 @@ import torch
 
 import fastgen
 from fastgen.decoding import derived_weights, layers
-from fastgen.ops import quantized_linear
-from fastgen.ops.linear import choose
+from fastgen.ops.linear import choose, copies
 from tests.noting import noted
 
 
@@ -43,9 +42,9 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Layers multiply with copies in 8 bits; the precisions of the copies that are made, in order."""
-    reason = quantized_linear.unavailable("int8")
+    reason = choose.unavailable("int8")
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setattr(layers, "MIN_NARROW", 0)
     fastgen.enable(weight_dtype="int8")
-    return noted(monkeypatch, quantized_linear, "pack", lambda weight, precision, *more: precision)
+    return noted(monkeypatch, copies, "pack", lambda weight, precision, *more: precision)

@@ -15,11 +15,10 @@ from torch import nn
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import quantized_linear
-from fastgen.ops.linear import choose, kernels
+from fastgen.ops.linear import choose, copies
 from tests.decoding.layers.tiny import KINDS, is_replaced, model_of_layers
 
-pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 
 
 @pytest.mark.parametrize("mode", ["call", "keep"])
@@ -269,17 +268,17 @@ def test_layers_without_a_state_use_the_function_that_they_are() -> None:
 
 def test_a_copy_made_before_a_call_began_is_not_used_in_it(packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if the other call finishes making it after the new one has begun."""
-    model, x, pack = nn.Sequential(nn.Linear(40, 40)), torch.randn(2, 40), quantized_linear.pack
+    model, x, pack = nn.Sequential(nn.Linear(40, 40)), torch.randn(2, 40), copies.pack
     second = FastLayers.of(model)
 
     def interrupted(weight: torch.Tensor, *form: object) -> object:
         found = pack(weight, *form)
-        monkeypatch.setattr(quantized_linear, "pack", pack)
+        monkeypatch.setattr(copies, "pack", pack)
         weight.data.mul_(2)
         second.__enter__()
         return found
 
-    monkeypatch.setattr(quantized_linear, "pack", interrupted)
+    monkeypatch.setattr(copies, "pack", interrupted)
     with FastLayers.of(model):
         model(x)
         expected = nn.functional.linear(x, model[0].weight, model[0].bias)

@@ -17,12 +17,10 @@ from fastgen.decoding import derived_weights, layers
 from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.decoding.speculation import draft_sources
 from fastgen.decoding.speculation.draft_sources import BOUNDARY, DraftWeights, PromptLookup
-from fastgen.ops import quantized_linear
+from fastgen.ops.linear import choose, copies
 from tests.noting import noted
 
-pytestmark = pytest.mark.skipif(
-    quantized_linear.unavailable("int8") is not None, reason="there are no kernels in this process"
-)
+pytestmark = pytest.mark.skipif(choose.unavailable("int8") is not None, reason="there are no kernels in this process")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +28,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Layers of any size have a copy; the weights that are copied, in order."""
     monkeypatch.setattr(layers, "MIN_NARROW", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    found = noted(monkeypatch, quantized_linear, "pack", lambda weight, *form: weight)
+    found = noted(monkeypatch, copies, "pack", lambda weight, *form: weight)
     with torch.no_grad(), derived_weights.call():
         yield found
     derived_weights.drop_all()

@@ -46,7 +46,7 @@ _CASES = cases.CASES
 
 def operators() -> list[str]:
     """The operators that have kernels in this process."""
-    for module in (*(module for module, _ in fastgen.ops.OPERATORS.values()), "linear.tune", "runtime"):
+    for module in (*(module for module, _ in fastgen.ops.OPERATORS.values()), "runtime"):
         __import__(f"fastgen.ops.{module}")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgen::"))

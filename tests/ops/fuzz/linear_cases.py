@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops.linear import grouped
+from fastgen.ops.linear import copies
+from fastgen.ops.linear.weights import SuperBlockScales, keeps_floats, pack, pack_super_blocks
 from tests.ops.fuzz.cases import Case, maybe, of, rows_apart, size, untouched
 
 _ops = torch.ops.fastgen
@@ -149,21 +150,19 @@ def bf16_gemm(rng: random.Random) -> Case:
 
 def _grouped(rng: random.Random, inputs: int, outputs: int, bits: int, group_size: int, rotated: bool) -> Any:
     if rotated:
-        return grouped.rounded(torch.randn(outputs, inputs), bits, group_size, rotated=True)
+        return copies.rounded(torch.randn(outputs, inputs), bits, group_size, rotated=True)
     numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
     groups = -(-inputs // group_size)
     if groups % 8 == 0 and inputs % group_size == 0 and rng.random() < 0.7:
         octets = torch.randint(0, 64, (2, outputs, groups), dtype=torch.uint8)
         units = torch.rand(2, outputs, groups // 8).half() * 0.01
-        return grouped.pack_super_blocks(
-            numbers, grouped.SuperBlockScales(*octets, *units), bits=bits, group_size=group_size
-        )
+        return pack_super_blocks(numbers, SuperBlockScales(*octets, *units), bits=bits, group_size=group_size)
     scales = torch.rand(outputs, groups)
     scales = scales.half().float() if rng.random() < 0.5 else scales
     kind = rng.randrange(3)
     zeros = torch.randint(0, 2**bits, (outputs, groups), dtype=torch.uint8) if kind == 1 else None
     mins = torch.randn(outputs, groups) if kind == 2 else None
-    return grouped.pack(numbers, scales, zeros, mins, bits=bits, group_size=group_size)
+    return pack(numbers, scales, zeros, mins, bits=bits, group_size=group_size)
 
 
 def _group_sizes(rng: random.Random) -> tuple[int, int, int, bool]:
@@ -216,7 +215,7 @@ def _grouped_layers(rng: random.Random, count: int) -> _Layers:
     sizes = inputs, bits, group_size, rotated
     weights = [_grouped(rng, inputs, size(rng, 70), *sizes[1:])._replace(order=order) for _ in range(count)]
     biases = [maybe(rng, torch.randn(weight.n).to(rng.choice(_FLOATING))) for weight in weights]
-    floats = all(map(grouped.keeps_floats, weights)) and rng.random() < 0.6
+    floats = all(map(keeps_floats, weights)) and rng.random() < 0.6
     return _Layers(x, weights, biases, floats)
 
 

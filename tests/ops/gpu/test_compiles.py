@@ -15,9 +15,10 @@ import torch
 
 from fastgen.ops import gpu as package
 from fastgen.ops.attention import decode_attention
-from fastgen.ops.gpu.grouped_linear import grouped_linear, pack, rows
 from fastgen.ops.gpu.launches import launch_rms_norm
 from fastgen.ops.kv_write import kv_write
+from fastgen.ops.linear.on_gpu import multiply, rows
+from fastgen.ops.linear.weights import Layout, pack
 from fastgen.ops.search_step import best_continuations
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +82,7 @@ def candidates(dtype, beams, vocabulary, count, normalise=True):
 def product(dtype, rows, outputs, inputs, bits=4, group_size=64, form="middle", scales=torch.float16):
     def run():
         weight = grouped(outputs, inputs, bits, group_size, form, scales)
-        grouped_linear(torch.empty(rows, inputs, dtype=dtype), weight, torch.empty(outputs, dtype=dtype))
+        multiply(torch.empty(rows, inputs, dtype=dtype), weight, torch.empty(outputs, dtype=dtype))
 
     return run
 
@@ -90,7 +91,8 @@ def grouped(outputs, inputs, bits, group_size, form, scales=torch.float16):
     shape = outputs, -(-inputs // group_size)
     numbers, scales = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.zeros(shape, dtype=scales)
     zeros = torch.zeros(shape, dtype=torch.uint8) if form == "zeros" else None
-    return pack(numbers, scales, zeros, scales if form == "mins" else None, bits=bits, group_size=group_size)
+    mins = scales if form == "mins" else None
+    return pack(numbers, scales, zeros, mins, bits=bits, group_size=group_size, layout=Layout.ROWS)
 
 
 def lines(dtype, inputs, bits=4, group_size=64, form="middle", which=True):
@@ -99,7 +101,7 @@ def lines(dtype, inputs, bits=4, group_size=64, form="middle", which=True):
         if which:
             rows(weight, torch.zeros(16, dtype=torch.int64), dtype)
         else:
-            grouped_linear(torch.zeros(65, inputs, dtype=dtype), weight)
+            multiply(torch.zeros(65, inputs, dtype=dtype), weight)
 
     return run
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.ops.linear import grouped
-from fastgen.ops.linear.grouped import PackedWeight
+from fastgen.ops.linear import weights
+from fastgen.ops.linear.weights import PackedWeight
 
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype, which: Tensor | slice = slice(None)) -> Tensor:
     """The weight, [N, K], in a floating type, or some of its rows; computed in float32, rounded once."""
-    found = grouped.values(*grouped.unpacked(weight, which), weight.bits, weight.group_size)
+    found = weights.values(*weights.unpacked(weight, which), weight.bits, weight.group_size)
     if weight.rotated:
         found = rotated(found, weight.group_size)[:, : weight.k] / weight.group_size
     return (found if weight.order is None else found[:, weight.order.argsort()]).to(dtype)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library, quantized_linear
-from fastgen.ops.linear import grouped, panels
+from fastgen.ops import _library
+from fastgen.ops.linear import choose, copies
 from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV
 from tests.ops.instructions import has_tiles, unless_again
 from tests.ops.linear import dequantizing
@@ -83,14 +83,13 @@ def _gemv(dtype: torch.dtype) -> Kernel:
 
 def _panels(dtype: torch.dtype) -> Kernel:
     def pack(weight: Tensor) -> Packed:
-        return Packed((panels.pack(weight.to(dtype)), len(weight)), weight.to(dtype))
+        return Packed(copies.panels(weight.to(dtype)), weight.to(dtype))
 
     def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
-        _ops.panels_gemm_batch_out(ys, x, [packed for packed, _ in weights], biases)
+        _ops.panels_gemm_batch_out(ys, x, [weight.qweight for weight in weights], biases)
 
     return Kernel(
-        f"panels {dtype}", F32, SETS, ("rows", "gaps"), pack,
-        lambda x, weight, bias: panels.panels_gemm(x, weight[0], bias, weight[1]),
+        f"panels {dtype}", F32, SETS, ("rows", "gaps"), pack, choose.linear,
         lambda y, x, weight, bias: several([y], x, [weight], [bias]), several, as_gemm=True,
     )  # fmt: skip
 
@@ -99,7 +98,7 @@ def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kern
     sizes = bits, GROUP_SIZE, rotated, floats
 
     def pack(weight: Tensor) -> Packed:
-        packed = grouped.rounded(weight, bits, GROUP_SIZE, rotated)
+        packed = copies.rounded(weight, bits, GROUP_SIZE, rotated)
         return Packed(packed, dequantizing.dequantized(packed, torch.float64))
 
     def several(ys: list[Tensor], x: Tensor, weights: list[Any], biases: list[Tensor | None]) -> None:
@@ -110,7 +109,7 @@ def _grouped(bits: int, rotated: bool, floats: bool, dtype: torch.dtype) -> Kern
     return Kernel(
         f"{bits} bits in groups, {activations} activations in {dtype}{', rotated' if rotated else ''}",
         dtype, (None, "avx-vnni", "avx2", "default"), ("rows", "gaps", "columns", "part"), pack,
-        lambda x, weight, bias: grouped.grouped_linear(x, weight, bias, floats),
+        lambda x, weight, bias: choose.linear(x, weight, bias, floats),
         lambda y, x, weight, bias: _ops.grouped_linear_out(y, x, *weight[:5], bias, *sizes), several,
         # Half a step of 8 bits; rotated ones are larger.
         error=2e-6 if floats else 0.03 if rotated else 1 / 250, as_gemm=floats and dtype is F32, least=1,
@@ -140,10 +139,10 @@ KERNELS = [
     _grouped(8, True, False, F32),
     Kernel(
         "tiles of bf16", F32, (None, "avx512"), ("rows", "gaps", "columns", "part"),
-        lambda weight: Packed(quantized_linear.pack(weight, "bf16"), weight.bfloat16()),
-        quantized_linear.quantized_linear,
+        lambda weight: Packed(copies.pack(weight, "bf16"), weight.bfloat16()),
+        choose.linear,
         # x is rounded to 8 significant bits. With AMX, what is left of a tile of rows decides about the order.
-        error=2**-8, order=lambda m: m, least=1, missing=quantized_linear.unavailable("bf16") or "",
+        error=2**-8, order=lambda m: m, least=1, missing=choose.unavailable("bf16") or "",
     ),
 ]  # fmt: skip
 

@@ -18,15 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops.linear import choose, kernels, panels
+from fastgen.ops.linear import choose, copies, kernels
 from fastgen.ops.linear.choose import GEMM, GEMV, KERNELS, PANELS, TABLE, TORCH, Isa, Kernel, Layout
 from tests.ops.instructions import has_tiles, instruction_set
 
-needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
+needs_kernels = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # What torch calls them; None: all that the processor has.
 NAMES = {Isa.PORTABLE: "default", Isa.AVX2: "avx2", Isa.AVX512: "avx512", Isa.AVX512_BF16: None, Isa.AMX: None}
-KEYS = [(F32, layout) for layout in Layout] + list(itertools.product((BF16, F16), (Layout.ROWS, Layout.COLUMNS)))
+KEYS = list(choose.SERVE)
 HERE = choose.instruction_set()
 REST = math.inf
 
@@ -55,7 +55,7 @@ def _product(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     if name == TORCH:
         return F.linear(x, weight, bias)
     if name == PANELS:
-        return panels.panels_gemm(x, panels.pack(weight.bfloat16()), bias, len(weight))
+        return choose.linear(x, copies.panels(weight.bfloat16()), bias)
     kernel = KERNELS[name]
     y = kernel.multiply(x, weight, bias)
     out = torch.full_like(y, torch.nan)
@@ -94,7 +94,7 @@ def test_rows_of_the_table_are_whole(isa: Isa) -> None:
         for least, (most, name) in zip([1, *(bound + 1 for bound in bounds)], row, strict=False):
             assert name in (("gemv", "gemm", "bf16x3", PANELS) if dtype is F32 else ("gemv", "gemm", TORCH))
             assert name != "gemv" or most <= kernels.GEMV_MAX_ROWS[dtype]
-            assert name != PANELS or (layout is Layout.PANELS and most <= panels.MAX_ROWS)
+            assert name != PANELS or (layout is Layout.PANELS and most <= kernels.PANELS_MAX_ROWS)
             assert name != "bf16x3" or (
                 isa is Isa.AMX and least >= kernels.BF16X3_MIN_ROWS and layout is not Layout.COLUMNS
             )
@@ -143,7 +143,7 @@ def test_of_a_product_only_the_type_the_layout_and_its_rows_count(
     layout = Layout.COLUMNS if columns else Layout.ROWS
     x, weight = torch.randn(m, k, generator=random).to(dtype), torch.randn(n, k, generator=random).to(dtype)
     bias = weight[:, 0].contiguous() if biased else None
-    expected = choose.choose(dtype, layout, m)
+    expected = KERNELS.get(choose.name_of(dtype, layout, m))
     for each in (x, x.view(m, 1, k), x.t().contiguous().t(), F.pad(x, (0, 3))[:, :k]):
         assert choose.kernel_for(each, _laid_out(weight, layout), bias) is expected
 
@@ -240,7 +240,7 @@ def test_the_instruction_set_is_the_one_of_the_kernels(name: str | None) -> None
 
 
 def test_without_kernels_all_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_available", lambda: False)
+    monkeypatch.setattr(choose, "is_available", lambda: False)
     assert choose.instruction_set() is Isa.PORTABLE and choose.backend().startswith("torch's products")
     assert choose.kernel_for(torch.ones(3, 8), torch.ones(5, 8), None) is None
 
@@ -258,7 +258,6 @@ def test_a_profile_takes_the_place_of_the_rows_that_it_has(cache: Path, use: Cal
     _write(cache, choose.machine(Isa.AVX512), {"float32 rows": [[2, "gemv"], [None, "gemm"]]})
     for m, name in ((2, "gemv"), (3, "gemm"), (100, "gemm")):
         assert choose.name_of(F32, Layout.ROWS, m, Isa.AVX512) == name
-        assert choose.choose(F32, Layout.ROWS, m, Isa.AVX512) is KERNELS[name]
     for key in KEYS[1:]:
         assert choose._table(Isa.AVX512)[key] == TABLE[Isa.AVX512][key]
     assert choose.name_of(F32, Layout.ROWS, 3, Isa.AVX2) == "gemv"  # that of another one

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastgen.ops import _library, quantized_linear
-from fastgen.ops.linear import grouped, panels
+from fastgen.ops import _library
+from fastgen.ops.linear import choose, copies, weights
+from fastgen.ops.linear.choose import PRECISIONS
 from fastgen.ops.linear.kernels import BF16X3, GEMM, GEMV
-from fastgen.ops.quantized_linear import PRECISIONS
 from tests.ops.instructions import instruction_set, needs_amx
 from tests.ops.linear.kernels import F16, F32, KERNELS, Kernel, cases
 
@@ -78,10 +78,10 @@ def test_weights_of_one_call_lie_in_one_way() -> None:
 def test_panels_of_several_types_with_one_input() -> None:
     """And one without outputs: the bits of each alone."""
     x, sizes = torch.randn(5, 64), (50, 7, 0, 400, 33)
-    weights = [torch.randn(n, 64).to(panels.TYPES[n % 2]) for n in sizes]
+    weights = [torch.randn(n, 64).to(copies.TYPES[n % 2]) for n in sizes]
     biases = [torch.randn(n) if n != 7 else None for n in sizes]
     results = [torch.full((5, n), torch.nan) for n in sizes]
-    torch.ops.fastgen.panels_gemm_batch_out(results, x, [*map(panels.pack, weights)], biases)
+    torch.ops.fastgen.panels_gemm_batch_out(results, x, [copies.panels(weight).qweight for weight in weights], biases)
     for result, weight, bias in zip(results, weights, biases, strict=True):
         assert torch.equal(result, GEMM.multiply(x, weight.float(), bias))
 
@@ -170,36 +170,35 @@ def test_a_named_instruction_set_rules_out_bf16x3() -> None:
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_low_bit_weights_are_in_groups_on_every_processor(precision: str) -> None:
     """A large weight costs digits of its own group alone."""
-    if quantized_linear._missing(precision) is not None:
-        pytest.skip(quantized_linear._missing(precision))
+    if choose.missing(precision) is not None:
+        pytest.skip(choose.missing(precision))
     weight, x = torch.rand(70, 96), torch.rand(3, 96)
     weight[:, 0], x[:, :32] = 1000, 0
-    packed = quantized_linear.pack(weight, precision, 32)
-    assert isinstance(packed, grouped.PackedWeight) and packed.group_size == 32
+    packed = copies.pack(weight, precision, 32)
+    assert isinstance(packed, weights.PackedWeight) and packed.group_size == 32
     expected = F.linear(x, weight)
-    result = quantized_linear.quantized_linear(x, packed, None)
+    result = choose.linear(x, packed, None)
     assert ((result - expected).norm() / expected.norm()).item() < {"int8": 0.01, "int4": 0.1}[precision]
 
 
-@pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
+@pytest.mark.skipif(not choose.is_available(), reason="no kernels")
 def test_large_inputs_cost_few_digits_in_8_bits() -> None:
     """Groups are rotated there, and only there."""
     weight, x = torch.randn(70, 256) * 0.1, torch.randn(40, 256)
     x[:, 7::64] *= 60
     exact = x.double() @ weight.double().t()
 
-    def error(packed: grouped.PackedWeight) -> float:
-        return float((quantized_linear.quantized_linear(x, packed, None) - exact).norm())
+    def error(packed: weights.PackedWeight) -> float:
+        return float((choose.linear(x, packed, None) - exact).norm())
 
-    assert error(quantized_linear.pack(weight, "int8")) < 0.5 * error(grouped.rounded(weight, 8, 64))
-    assert error(quantized_linear.pack(weight, "int4")) == error(grouped.rounded(weight, 4, 64))
+    assert error(copies.pack(weight, "int8")) < 0.5 * error(copies.rounded(weight, 8, 64))
+    assert error(copies.pack(weight, "int4")) == error(copies.rounded(weight, 4, 64))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_processor_without_the_instructions(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if precision != "bf16":
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    for narrower in ("avx2", "default"):
+    monkeypatch.setattr(choose, "instruction_set", lambda: choose.Isa(torch.ops.fastgen.instruction_set()))
+    for narrower in ("avx2", "default") if precision == "bf16" else ("default",):
         with instruction_set(narrower):
-            assert "this processor does not have AVX" in quantized_linear.unavailable(precision)
-            assert f"no {precision}: this processor" in quantized_linear.backend()
+            assert "this processor does not have AVX" in choose.unavailable(precision)
+            assert f"no {precision}: this processor" in choose.precisions()

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.ops.linear import choose, kernels, tune
+from fastgen.ops.linear import choose, tune
 from fastgen.ops.linear.choose import Isa
 from tests.ops.instructions import instruction_set
 
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys
     assert line.startswith("fastgen: /proc/nowhere/linear.json cannot be written")
 
 
-@pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
+@pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 def test_there_is_nothing_to_tune_without_vectors(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with instruction_set("default"):
         choose.forget()
@@ -195,7 +195,7 @@ def test_the_command_without_a_folder_says_so() -> None:
     assert done.stderr.splitlines() == ["fastgen: FASTGEN_CACHE is empty: name a folder for the profile"]
 
 
-@pytest.mark.skipif(not kernels.is_available(), reason="the extension was not built")
+@pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 def test_a_tensor_that_is_evicted_keeps_its_numbers() -> None:
     x = torch.arange(1000.0)[3:]
     assert torch.ops.fastgen.evict(x) in (True, False)

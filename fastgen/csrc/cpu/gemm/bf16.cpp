@@ -1,6 +1,6 @@
 // GEMM on bfloat16 weights with activations rounded to bfloat16, if the processor multiplies those faster than float32:
 // in AMX tiles, or with the vector instructions of AVX-512 BF16. The schemas are defined in
-// fastgen/ops/linear/panels.py.
+// fastgen/ops/linear/__init__.py.
 //
 // A weight is packed in tiles of 16 outputs and 32 inputs, in the order of those instructions: a line of a tile holds
 // two inputs of each of its outputs. A panel is two tiles wide. Inputs are rounded row by row, so that a row's result

@@ -1,4 +1,4 @@
-// GEMM in float32 in AMX tiles, which multiply bfloat16. The schema is defined in fastgen/ops/linear/kernels.py.
+// GEMM in float32 in AMX tiles, which multiply bfloat16. The schema is defined in fastgen/ops/linear/__init__.py.
 //
 // A float32 is the sum of three bfloat16 parts: 24 bits of 8 each. Of the nine products of the parts of two numbers,
 // the six largest are added up in float32. The others are below the last bit of the product (Henry, Tang and Heinecke,

@@ -1,4 +1,4 @@
-// Casts float32 to 16 bits, if no number changes. The schema is defined in fastgen/ops/linear/panels.py.
+// Casts float32 to 16 bits, if no number changes. The schema is defined in fastgen/ops/linear/__init__.py.
 #include "../floats.h"
 #include "../operator.h"
 

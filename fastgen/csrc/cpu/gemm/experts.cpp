@@ -1,5 +1,5 @@
 // Linear ops of a mixture of experts: consecutive rows of x are multiplied with the weight of their expert. The schema is
-// defined in fastgen/ops/linear/choose.py.
+// defined in fastgen/ops/linear/__init__.py.
 //
 // An expert without rows costs nothing. Experts with few rows are multiplied with GEMV, all of them together, so that the
 // threads share them; the others with GEMM, one after the other.

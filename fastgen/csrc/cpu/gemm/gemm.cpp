@@ -1,4 +1,4 @@
-// GEMM on the unpacked weight, in float32, bfloat16 and float16. The schemas are defined in fastgen/ops/linear/kernels.py.
+// GEMM on the unpacked weight, in float32, bfloat16 and float16. The schemas are defined in fastgen/ops/linear/__init__.py.
 //
 // If a weight's inputs are contiguous, the rows of x are packed, which are smaller: several rows side by side in a
 // vector, which is multiplied by one element of a weight row after the other. With many rows, and if a weight's outputs

@@ -1,5 +1,5 @@
 // GEMV for the few rows of a decode step, on the unpacked weight, in float32, bfloat16 and float16. The schemas are
-// defined in fastgen/ops/linear/kernels.py.
+// defined in fastgen/ops/linear/__init__.py.
 //
 // An output is the dot product of a row with a row of the weight. With so few rows, reading the weight is the
 // bottleneck: each thread reads its part as a few streams far apart, and the weight rows of a few outputs stay in the

@@ -1,5 +1,5 @@
 // GEMM on weights that are quantised to 4 to 8 bits in groups: the operators. The schemas are defined in
-// fastgen/ops/linear/grouped.py. Activations stay floats (panels.cpp) or are quantised to 8 bits (int8.cpp).
+// fastgen/ops/linear/__init__.py. Activations stay floats (panels.cpp) or are quantised to 8 bits (int8.cpp).
 #include "packed.h"
 
 namespace {

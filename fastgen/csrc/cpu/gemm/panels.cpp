@@ -1,5 +1,5 @@
 // GEMM on packed weights with float activations: 16-bit weights, for the rows of a decode step, and weights quantised
-// in groups. The schemas are defined in fastgen/ops/linear/panels.py and fastgen/ops/linear/grouped.py.
+// in groups. The schemas are defined in fastgen/ops/linear/__init__.py.
 //
 // A panel holds the outputs that are multiplied at the same time, for all inputs, in the order of their use. Its values
 // are upcast to floats in the registers, exactly those of the unpacked weight, and each is multiplied with all rows of

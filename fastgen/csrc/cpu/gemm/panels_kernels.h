@@ -131,7 +131,7 @@ FASTGEN_INLINE Vector load_factor(const void* from, int64_t at, bool is_half) {
 }
 
 // Loads the factors of a vector of outputs, the first of which is `at`. All of this is exact, except for zeros with
-// scales of many digits, which are not supported (fastgen/ops/linear/grouped.py).
+// scales of many digits, which are not supported (fastgen/ops/linear/weights.py).
 FASTGEN_INLINE Factors load_factors(const Weight& weight, int64_t at) {
   if (weight.block_scales != nullptr) {
     const BlockScale of = block_scale(weight, at);

@@ -1,5 +1,5 @@
 // Quantises rows and weights to 4 or 8 bits in groups of inputs, for the GEMM of int8.cpp. The schemas are defined in
-// fastgen/ops/linear/grouped.py.
+// fastgen/ops/linear/__init__.py.
 //
 // Groups of a row and of a weight may be rotated first: both are multiplied with the Hadamard matrix H of the group's
 // size n, and the row also by 1 / n. Their product does not change, because H times its transpose is n. A number that

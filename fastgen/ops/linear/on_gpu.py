@@ -1,6 +1,4 @@
-"""Linear layers on group-quantised weights of 4 or 8 bits, on a GPU; for the CPU, see `fastgen.ops.linear.grouped`.
-
-    weight = scale * (q - zero)      or      weight = scale * q + min
+"""Linear ops on weights of 4 or 8 bits in groups on a GPU: the launch of their Triton kernels.
 
 Activations stay floats. Up to `MAX_ROWS` rows, a kernel reads the quantised weight: within a group it multiplies x with
 q - zero, which float16 and bfloat16 hold exactly, sums in float32, and multiplies the sum with the scale. So the weight
@@ -8,10 +6,8 @@ is not rounded. K is split if N is too small for all multiprocessors (split-K; t
 For more rows, the weight is dequantised to the type of x, piece by piece, and torch multiplies: dequantising then takes
 less time than the product.
 
-A weight is stored row by row, contiguous along K, so that a program reads whole sectors of memory with 16 bytes at a
-time. With 4 bits, 16 bytes hold 32 k: byte i has k = i in its lower nibble, and k = 16 + i in its upper one, so that
-neither q nor x must be reordered in registers. Scales are stored group by group, because a program needs those of all
-its n together.
+A weight is stored row by row, contiguous along K (`weights.PackedWeight`), so that a program reads whole sectors of
+memory with 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -23,16 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, gpu
-from fastgen.ops.linear import as_rows, grouped, with_shape_of
-from fastgen.ops.linear.grouped import PackedWeight
+from fastgen.ops.linear import weights
+from fastgen.ops.linear.weights import ROW_K, Layout, PackedWeight
 
 # Most rows for which the kernel reads the quantised weight. An estimate, not a measurement: with this many rows, an
 # H200 takes about as long for the arithmetic as for reading 4 bits.
 MAX_ROWS = 64
 # Elements of a weight that are dequantised at a time, for more rows.
 _PIECE = 2**25
-# K is padded to a multiple of this: 16 bytes of 4 bits.
-_CHUNK = 32
 _MOST_K = 128  # of a tile
 _PARTS_BLOCK = 1024
 
@@ -42,42 +36,12 @@ def is_for(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Returns why weights on such a device have no kernels; None if they have."""
-    return gpu.unavailable(device) if device.type == "cuda" else None
-
-
-def pack(
-    qweight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None = None,
-    mins: Tensor | None = None,
-    *,
-    bits: int,
-    group_size: int,
-    order: Tensor | None = None,
-) -> PackedWeight:
-    """Packs a weight [N, K] in rows, on its own device.
-
-    The arguments are those of `fastgen.ops.linear.grouped.pack`, but groups may have any size. Nothing is checked.
-    """
-    n, k = qweight.shape
-    packed = F.pad(qweight, (0, -k % _CHUNK))
-    if bits == 4:
-        low, high = packed.unflatten(1, (-1, 2, _CHUNK // 2)).unbind(2)
-        packed = (low | high << 4).flatten(1)
-    zeros, mins = (None if part is None else part.t().contiguous() for part in (zeros, mins))
-    order = None if order is None else order.contiguous()
-    by_group = scales.t().contiguous()
-    return PackedWeight(packed.contiguous(), by_group, zeros, mins, order, n, k, bits, group_size, in_rows=True)
-
-
 def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
-    """Rounds a floating weight [N, K] as `fastgen.ops.linear.grouped.rounded` does without rotating."""
+    """Rounds a floating weight [N, K] as `copies.rounded` does without rotating, and packs it in rows."""
     weight = weight.detach()
     groups = F.pad(weight, (0, -weight.shape[1] % group_size)).unflatten(1, (-1, group_size))
     least, most = torch.aminmax(groups, dim=2)
-    scales = grouped.scales_of(least.float(), most.float(), bits)
+    scales = weights.scales_of(least.float(), most.float(), bits)
     zero, (n, k) = 2 ** (bits - 1), weight.shape
     factors = torch.where(scales == 0, 0.0, 1 / scales.float())
     count = max(1, _PIECE // max(1, k))
@@ -88,17 +52,7 @@ def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
         found = (weight[begin : begin + count].float() * each).nan_to_num(nan=-zero)
         pieces.append(found.clamp_(-zero, zero - 1).round_().add_(zero).to(torch.uint8))
     qweight = torch.cat(pieces) if len(pieces) != 1 else pieces[0]
-    return pack(qweight, scales, bits=bits, group_size=group_size)
-
-
-def unpacked(weight: PackedWeight, which: Tensor | slice = slice(None)) -> tuple[Tensor, list[Tensor | None]]:
-    """Inverts `pack` for all weight rows or some, [n] int64: returns qweight, [n, K], and [scales, zeros, mins]."""
-    qweight = weight.qweight[which]
-    if weight.bits == 4:
-        qweight = qweight.unflatten(1, (-1, 1, _CHUNK // 2))
-        qweight = torch.cat((qweight & 15, qweight >> 4), dim=2).flatten(1)
-    factors = weight.scales, weight.zeros, weight.mins
-    return qweight[:, : weight.k], [None if part is None else part.t()[which] for part in factors]
+    return weights.pack(qweight, scales, bits=bits, group_size=group_size, layout=Layout.ROWS)
 
 
 def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,37 +64,32 @@ def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     return found if weight.order is None else found[:, weight.order.argsort()]
 
 
-def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear(x, weight in floating point, bias)`; not differentiable.
 
-    x is [..., K] in float32, bfloat16 or float16, as is the result; the bias [N] in any of them. Sums are in float32,
-    and the result is rounded once. Beyond `MAX_ROWS` rows the weight is rounded to the type of x.
+    x is [M, K] in float32, bfloat16 or float16, as is the result; the bias [N] in any of them. Sums are in float32, and
+    the result is rounded once. Beyond `MAX_ROWS` rows the weight is rounded to the type of x.
 
     Raises:
         RuntimeError: shapes or types do not fit together.
     """
-    flat = as_rows(x)
-    require = _library.checks("grouped_linear", RuntimeError)
-    require(flat.shape[1] == weight.k, f"x is [..., {flat.shape[1]}], the weight [{weight.n}, {weight.k}]")
+    require = _library.checks("linear", RuntimeError)
     require(x.dtype in gpu.KERNEL_TYPES, f"x is {x.dtype}")
     require(bias is None or bias.shape == (weight.n,), "the bias is not [N]")
     if weight.order is not None:
-        flat = flat.index_select(1, weight.order)
-    if flat.shape[0] > MAX_ROWS:
-        y = _unpacking(flat, weight, bias, x.dtype)
-    elif gpu.available(flat, *weight[:4], bias):
-        y = _product(flat, weight, bias)
-    else:
-        y = _unpacking(flat, weight, bias, torch.float32)
-    return with_shape_of(x, y)
+        x = x.index_select(1, weight.order)
+    if x.shape[0] > MAX_ROWS:
+        return _unpacking(x, weight, bias, x.dtype)
+    if gpu.available(x, *weight[:4], bias):
+        return _product(x, weight, bias)
+    return _unpacking(x, weight, bias, torch.float32)
 
 
 def reference(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`grouped_linear` in plain torch, for few rows; for any device and type."""
-    flat = as_rows(x)
+    """`multiply` in plain torch, for few rows; for any device and type."""
     if weight.order is not None:
-        flat = flat.index_select(1, weight.order)
-    return with_shape_of(x, _unpacking(flat, weight, bias, torch.promote_types(x.dtype, torch.float32)))
+        x = x.index_select(1, weight.order)
+    return _unpacking(x, weight, bias, torch.promote_types(x.dtype, torch.float32))
 
 
 def _unpacking(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -173,12 +122,12 @@ def tiling(rows: int, weight: PackedWeight, itemsize: int, multiprocessors: int)
     """Returns the tiling for this many rows of x, with `itemsize` bytes per element: four programs per
     multiprocessor.
     """
-    block_k = min(_MOST_K, max(gpu.power_of_two(weight.k), _CHUNK))
+    block_k = min(_MOST_K, max(gpu.power_of_two(weight.k), ROW_K))
     while _group(weight) % block_k:
         block_k //= 2
-    by_element = block_k < _CHUNK
+    by_element = block_k < ROW_K
     if by_element or itemsize == 4:  # without tensor cores, operands are float32
-        block_k = min(max(block_k, _CHUNK), _CHUNK if rows > 16 else 2 * _CHUNK)  # more rows need the registers
+        block_k = min(max(block_k, ROW_K), ROW_K if rows > 16 else 2 * ROW_K)  # more rows need the registers
     # Tensor cores take at least eight rows.
     block_m = max(gpu.power_of_two(rows), 1 if itemsize == 4 or by_element else 8)
     block_n = 64
@@ -263,9 +212,9 @@ def _rows(weight: PackedWeight, dtype: torch.dtype, begin: int, count: int, whic
 
 def _rows_reference(weight: PackedWeight, dtype: torch.dtype, begin: int, count: int, which: Tensor | None) -> Tensor:
     if which is None:
-        qweight, factors = unpacked(weight, slice(begin, begin + count))
-        return grouped.values(qweight, factors, weight.bits, weight.group_size).to(dtype)
+        qweight, factors = weights.unpacked(weight, slice(begin, begin + count))
+        return weights.values(qweight, factors, weight.bits, weight.group_size).to(dtype)
     is_there = (which >= 0) & (which < weight.n)
-    qweight, factors = unpacked(weight, which.long().masked_fill(~is_there, 0))
-    found = grouped.values(qweight, factors, weight.bits, weight.group_size)
+    qweight, factors = weights.unpacked(weight, which.long().masked_fill(~is_there, 0))
+    found = weights.values(qweight, factors, weight.bits, weight.group_size)
     return found.masked_fill(~is_there.unsqueeze(1), torch.nan).to(dtype)

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastgen.ops import gpu as package
-from fastgen.ops.gpu import grouped_linear as operator
-from fastgen.ops.linear import grouped as on_cpu
+from fastgen.ops.linear import choose, copies
+from fastgen.ops.linear import on_gpu as operator
+from fastgen.ops.linear.weights import Layout, pack, unpacked
 from tests.quantization.definitions import by_definition, random_weight
 
 pytestmark = pytest.mark.sampled(5)
@@ -48,7 +49,7 @@ def weight_of(case, device):
     kind = {"symmetric": case["form"] != "zeros", "mins": case["form"] == "mins", "act_order": case["ordered"]}
     weight = random_weight(*sizes, **kind, dtype=case["scales"], scale=0.1, seed=case["seed"])
     given = [None if part is None else part.to(device) for part in (*weight[:4], weight.order)]
-    packed = operator.pack(*given[:4], bits=case["bits"], group_size=case["group_size"], order=given[4])
+    packed = pack(*given[:4], bits=case["bits"], group_size=case["group_size"], order=given[4], layout=Layout.ROWS)
     return packed, by_definition(weight).to(device)
 
 
@@ -84,7 +85,7 @@ def check(case, device, product):
 @example(case=PLAIN | {"rows": 2, "inputs": 2000, "outputs": 65, "form": "mins", "group_size": 8})
 @settings(max_examples=8)
 def test_kernel(case, device, kernels):
-    check(case, device, operator.grouped_linear)
+    check(case, device, choose.linear)
 
 
 @given(case=cases)
@@ -101,7 +102,7 @@ def test_more_rows_than_the_kernel_takes(served, device, monkeypatch):
     case = PLAIN | {"rows": operator.MAX_ROWS + 1, "form": "zeros", "ordered": True}
     monkeypatch.setattr(operator, "_PIECE", 7 * case["inputs"])
     monkeypatch.setattr(operator, "_product", None)
-    check(case, device, operator.grouped_linear)
+    check(case, device, choose.linear)
 
 
 @given(case=cases, count=st.integers(0, 30))
@@ -132,18 +133,20 @@ def test_lines_that_are_not_there_are_seen(served, device, kernels, monkeypatch)
 @settings(max_examples=15)
 def test_packing_loses_nothing(case):
     weight, _ = weight_of(case, "cpu")
-    numbers, factors = operator.unpacked(weight)
+    numbers, factors = unpacked(weight)
     assert numbers.shape == (case["outputs"], case["inputs"]) and int(numbers.max()) < 2 ** case["bits"]
-    again = operator.pack(numbers, *factors, bits=case["bits"], group_size=case["group_size"], order=weight.order)
+    again = pack(
+        numbers, *factors, bits=case["bits"], group_size=case["group_size"], order=weight.order, layout=Layout.ROWS
+    )
     for ours, theirs in zip(again[:5], weight[:5], strict=True):
         assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
     some = torch.randint(0, case["outputs"], (4,))
-    assert torch.equal(operator.unpacked(weight, some)[0], numbers[some])
+    assert torch.equal(unpacked(weight, some)[0], numbers[some])
     if case["inputs"] % 32 == 0:
         assert weight.qweight.nbytes == case["outputs"] * case["inputs"] * case["bits"] // 8
 
 
-@pytest.mark.skipif(not on_cpu.is_available(), reason="no kernels on the CPU")
+@pytest.mark.skipif(not choose.is_available(), reason="no kernels on the CPU")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 130), (33, 64)])
@@ -151,9 +154,9 @@ def test_rounding_is_that_of_the_cpu(outputs, inputs, bits, dtype, monkeypatch):
     weight = torch.randn(outputs, inputs).to(dtype)
     weight[3], weight[5, 40], weight[7, 3] = 0.0, torch.inf, torch.nan
     monkeypatch.setattr(operator, "_PIECE", 9 * inputs)
-    ours, theirs = operator.rounded(weight, bits, 64), on_cpu.rounded(weight, bits, 64)
-    numbers, factors = operator.unpacked(ours)
-    expected, others = on_cpu.unpacked(theirs)
+    ours, theirs = operator.rounded(weight, bits, 64), copies.rounded(weight, bits, 64)
+    numbers, factors = unpacked(ours)
+    expected, others = unpacked(theirs)
     assert torch.equal(numbers, expected)
     torch.testing.assert_close(factors[0], others[0], rtol=0, atol=0, equal_nan=True)
 
@@ -162,25 +165,25 @@ def test_what_does_not_fit_is_refused(device):
     weight, _ = weight_of(PLAIN, device)
     x = torch.randn(3, PLAIN["inputs"], device=device)
     for wrong, bias in ((x[:, :-1], None), (x.double(), None), (x, torch.randn(3, device=device))):
-        with pytest.raises(RuntimeError, match="grouped_linear"):
-            operator.grouped_linear(wrong, weight, bias)
+        with pytest.raises(RuntimeError, match="linear: "):
+            choose.linear(wrong, weight, bias)
 
 
 def test_shapes_around_it(device, kernels):
     weight, _ = weight_of(PLAIN, device)
     x = torch.randn(2, 3, PLAIN["inputs"], device=device)
-    y = operator.grouped_linear(x, weight)
-    assert torch.equal(y, operator.grouped_linear(x.flatten(0, 1), weight).view(2, 3, -1))
-    torch.testing.assert_close(operator.grouped_linear(x[0, 0], weight), y[0, 0], rtol=1e-5, atol=1e-5)
+    y = choose.linear(x, weight)
+    assert torch.equal(y, choose.linear(x.flatten(0, 1), weight).view(2, 3, -1))
+    torch.testing.assert_close(choose.linear(x[0, 0], weight), y[0, 0], rtol=1e-5, atol=1e-5)
     column = torch.randn(PLAIN["inputs"], 3, device=device).t()
-    assert torch.equal(operator.grouped_linear(column, weight), operator.grouped_linear(column.contiguous(), weight))
+    assert torch.equal(choose.linear(column, weight), choose.linear(column.contiguous(), weight))
 
 
 class TestPlan:
     def weight(self, outputs, inputs, bits=4, group_size=64):
         groups = -(-inputs // group_size)
         numbers, scales = torch.empty(outputs, inputs, dtype=torch.uint8), torch.empty(outputs, groups)
-        return operator.pack(numbers, scales, bits=bits, group_size=group_size)
+        return pack(numbers, scales, bits=bits, group_size=group_size, layout=Layout.ROWS)
 
     def test_a_tile_has_one_group_where_groups_are_large(self):
         for group_size, block_k in ((32, 32), (64, 64), (96, 32), (128, 128), (256, 128), (1024, 128)):

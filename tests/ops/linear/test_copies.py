@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.ops.linear import panels
+from fastgen.ops.linear import choose, copies
 from tests.ops.instructions import threads
 
-pytestmark = pytest.mark.skipif(not panels.is_available(), reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not choose.is_available(), reason="the extension was not built")
 
-TYPES = pytest.mark.parametrize("dtype", panels.TYPES, ids=str)
+TYPES = pytest.mark.parametrize("dtype", copies.TYPES, ids=str)
 
 
 def all_of(dtype: torch.dtype) -> torch.Tensor:
@@ -38,12 +38,12 @@ def test_every_number(dtype: torch.dtype) -> None:
 def test_one_bit_more(dtype: torch.dtype, bit: int, place: int, seed: int) -> None:
     """Of one of many numbers, in whatever part of them. What the result is says whether that is none of the type."""
     x = torch.randn(700, 100, generator=torch.Generator().manual_seed(seed)).to(dtype).float()
-    assert panels.exact_cast(x).dtype is dtype
+    assert copies.exact_cast(x).dtype is dtype
     x.view(torch.int32).view(-1)[place] ^= 1 << bit if bit < 31 else -(2**31)
     is_same = torch.equal(x.to(dtype).float().view(torch.int32), x.view(torch.int32))
     out = torch.empty_like(x, dtype=dtype)
     assert torch.ops.fastgen.exact_cast_out.default(out, x) == (is_same or _is_odd(x, dtype))
-    found = panels.exact_cast(x)
+    found = copies.exact_cast(x)
     if is_same and found.dtype is dtype:
         assert torch.equal(found.float().view(torch.int32), x.view(torch.int32))
 
@@ -59,20 +59,20 @@ def _is_odd(x: torch.Tensor, dtype: torch.dtype) -> bool:
 @given(rows=st.integers(1, 40), columns=st.integers(1, 90), seed=st.integers(0, 2**30))
 def test_a_look_at_some_numbers(rows: int, columns: int, seed: int) -> None:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    assert not panels.likely_types(x + 1e-7) or x.numel() < 4
-    for dtype in panels.TYPES:
-        assert dtype in panels.likely_types(x.to(dtype).float())
-        assert dtype in panels.likely_types(x.t().to(dtype).float())
+    assert not copies.likely_types(x + 1e-7) or x.numel() < 4
+    for dtype in copies.TYPES:
+        assert dtype in copies.likely_types(x.to(dtype).float())
+        assert dtype in copies.likely_types(x.t().to(dtype).float())
 
 
 def test_of_both_types() -> None:
     x = torch.randint(-100, 100, (40, 30)).float()
-    assert panels.likely_types(x) == [*panels.TYPES] and panels.exact_cast(x).dtype is torch.bfloat16
+    assert copies.likely_types(x) == [*copies.TYPES] and copies.exact_cast(x).dtype is torch.bfloat16
     x[1, 5] = 1 + 2**-10
-    assert panels.likely_types(x) == [*panels.TYPES]  # it does not see that one
-    assert torch.equal(panels.exact_cast(x), x.half())
+    assert copies.likely_types(x) == [*copies.TYPES]  # it does not see that one
+    assert torch.equal(copies.exact_cast(x), x.half())
     x[1, 5] = 1 + 2**-11
-    assert panels.exact_cast(x) is None
+    assert copies.exact_cast(x) is None
 
 
 def test_threads_change_nothing() -> None:

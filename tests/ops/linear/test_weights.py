@@ -15,15 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops.gpu import grouped_linear as in_rows
-from fastgen.ops.linear import grouped
-from fastgen.ops.linear.grouped import PackedWeight, SuperBlockScales
+from fastgen.ops.linear import choose, copies, weights
+from fastgen.ops.linear import on_gpu as in_rows
 from fastgen.ops.linear.kernels import GEMM
+from fastgen.ops.linear.weights import PackedWeight, SuperBlockScales
 from tests.ops.instructions import each_set, instruction_set, needs_amx
 from tests.ops.linear import dequantizing
 from tests.quantization.definitions import by_definition, random_weight
 
-pytestmark = pytest.mark.skipif(not grouped.is_available(), reason="no kernels")
+pytestmark = pytest.mark.skipif(not choose.is_available(), reason="no kernels")
 
 FORMS = ("middle", "zeros", "mins")
 
@@ -40,7 +40,7 @@ def _weight(
     """A weight in groups, and what it stands for in float64, by the definition."""
     kind = {"symmetric": form != "zeros", "mins": form == "mins", "act_order": ordered}
     weight = random_weight(outputs, inputs, bits, group_size, **kind, **({"scale": 0.1} | size), seed=seed)
-    packed = grouped.pack(*weight[:4], bits=bits, group_size=group_size, order=weight.order)
+    packed = weights.pack(*weight[:4], bits=bits, group_size=group_size, order=weight.order)
     return packed, by_definition(weight)
 
 
@@ -67,7 +67,7 @@ def test_floats_have_the_bits_of_gemm(
     """With rows that are not next to each other; nothing else is written."""
     group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
     packed, _ = _weight(outputs, inputs, bits, group_size, form, seed, ordered)
-    assert grouped.keeps_floats(packed)
+    assert weights.keeps_floats(packed)
     meant = dequantizing.dequantized(packed._replace(order=None), torch.float32)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs + 3, generator=generator).to(dtype)[:, :inputs]
@@ -84,27 +84,26 @@ def test_floats_have_the_bits_of_gemm(
 
 def test_which_weights_take_floats() -> None:
     packed, _ = _weight(40, 96, 4, 32, "zeros", 2)
-    assert grouped.keeps_floats(packed)
-    assert not grouped.keeps_floats(packed._replace(rotated=True))
-    assert not grouped.keeps_floats(packed._replace(group_size=96))
+    assert weights.keeps_floats(packed)
+    assert not weights.keeps_floats(packed._replace(rotated=True))
+    assert not weights.keeps_floats(packed._replace(group_size=96))
     wide = packed._replace(scales=packed.scales.float() * 1.2345678)
-    assert not grouped.keeps_floats(wide) and grouped.keeps_floats(wide._replace(zeros=None))
+    assert not weights.keeps_floats(wide) and weights.keeps_floats(wide._replace(zeros=None))
     with pytest.raises(RuntimeError, match="stay floats"):
-        grouped.grouped_linear(torch.randn(3, 96), packed._replace(group_size=96), floats=True)
+        choose.linear(torch.randn(3, 96), packed._replace(group_size=96), floats=True)
     with pytest.raises(RuntimeError, match="stay floats"):
-        rotated = grouped.rounded(torch.randn(40, 96), 8, 32, rotated=True)
-        grouped.grouped_linear(torch.randn(3, 96), rotated, floats=True)
+        rotated = copies.rounded(torch.randn(40, 96), 8, 32, rotated=True)
+        choose.linear(torch.randn(3, 96), rotated, floats=True)
 
 
-@pytest.mark.parametrize("rounded", [grouped.rounded, in_rows.rounded], ids=["panels", "rows"])
+@pytest.mark.parametrize("rounded", [copies.rounded, in_rows.rounded], ids=["panels", "rows"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_and_groups_of_zeros(bits: int, rounded: Callable[..., PackedWeight]) -> None:
     """They stay zeros, and no other row has other scales for them."""
     weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
     weight[7], weight[9, 32:64] = 0.0, 0.0
-    unpacked = in_rows.unpacked if rounded is in_rows.rounded else grouped.unpacked
-    qweight, (scales, *_) = unpacked(rounded(weight, bits, 32))
-    others, (other_scales, *_) = unpacked(rounded(weight[10:], bits, 32))
+    qweight, (scales, *_) = weights.unpacked(rounded(weight, bits, 32))
+    others, (other_scales, *_) = weights.unpacked(rounded(weight[10:], bits, 32))
     assert scales is not None and other_scales is not None and scales.dtype is torch.float16
     assert torch.equal(qweight[10:], others) and torch.equal(scales[10:], other_scales)
     meant = (qweight.float() - 2 ** (bits - 1)) * scales.float().repeat_interleave(32, dim=1)
@@ -178,11 +177,11 @@ def test_rotated_groups(vectors, rows, inputs, outputs, bits, group_size, ordere
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     order = torch.randperm(inputs, generator=generator) if ordered else None
     with instruction_set(vectors):
-        packed = grouped.rounded(weight, bits, group_size, rotated=True)._replace(order=order)
-        y = grouped.grouped_linear(x, packed)
+        packed = copies.rounded(weight, bits, group_size, rotated=True)._replace(order=order)
+        y = choose.linear(x, packed)
     wide = x.double() if order is None else x.double()[:, order]
     turned = dequantizing.rotated(F.pad(wide, (0, -inputs % group_size)), group_size) / group_size
-    numbers = grouped.values(*grouped.unpacked(packed), bits, group_size).double()
+    numbers = weights.values(*weights.unpacked(packed), bits, group_size).double()
     exact = _rounded(turned, group_size, None) @ numbers.t()
     # Sums that are rounded to float32 may come to the other one of two numbers.
     size = turned.abs() @ numbers.abs().t() + 1.0
@@ -209,10 +208,10 @@ def test_what_it_stands_for(bits: int, form: str, dtype: torch.dtype) -> None:
     assert torch.equal(dequantizing.dequantized(packed, torch.float64).float(), meant.float())
     some = torch.tensor([69, 0, 33, 33])
     assert torch.equal(dequantizing.dequantized(packed, dtype, some), meant.float().to(dtype)[some])
-    assert torch.equal(grouped.rows(packed, some, dtype), meant.float().to(dtype)[some])
+    assert torch.equal(weights.rows(packed, some, dtype), meant.float().to(dtype)[some])
     for wrong in (-1, 70, 95):
         with pytest.raises(IndexError):
-            grouped.rows(packed, torch.tensor([3, wrong]), dtype)
+            weights.rows(packed, torch.tensor([3, wrong]), dtype)
 
 
 @needs_amx
@@ -224,9 +223,9 @@ def test_amx_gives_the_same_bits(bits: int, form: str) -> None:
         packed, _ = _weight(77, 300, bits, group_size, form, group_size, ordered=form == "middle")
         x = torch.randn(41, 300)
         x[3, 5], x[4] = torch.inf, 0.0
-        y = grouped.grouped_linear(x, packed)
+        y = choose.linear(x, packed)
         with instruction_set("avx512"):
-            assert torch.equal(grouped.grouped_linear(x, packed).nan_to_num(), y.nan_to_num())
+            assert torch.equal(choose.linear(x, packed).nan_to_num(), y.nan_to_num())
         assert y[3].isnan().all() and y[[*range(3), *range(4, 41)]].isfinite().all()
 
 
@@ -273,19 +272,19 @@ def test_multiples_are_the_scales_that_they_stand_for(
     inputs = blocks * per_block * group_size
     qweight = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     super_blocks, (scales, mins) = _multiples(outputs, per_block * blocks, seed, *kind)
-    packed = grouped.pack_super_blocks(qweight, super_blocks, bits=bits, group_size=group_size)
-    wide = grouped.pack(qweight, scales, None, mins, bits=bits, group_size=group_size)
-    found, (scales_back, zeros, mins_back) = grouped.unpacked(packed)
+    packed = weights.pack_super_blocks(qweight, super_blocks, bits=bits, group_size=group_size)
+    wide = weights.pack(qweight, scales, None, mins, bits=bits, group_size=group_size)
+    found, (scales_back, zeros, mins_back) = weights.unpacked(packed)
     assert torch.equal(found, qweight) and torch.equal(scales_back, scales) and zeros is None
     assert (mins is None and mins_back is None) or torch.equal(mins_back, mins)
     assert torch.equal(dequantizing.dequantized(packed, dtype), dequantizing.dequantized(wide, dtype))
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator) if biased else None
     with instruction_set(vectors):
-        ours, theirs = (grouped.grouped_linear(x, each, bias, floats) for each in (packed, wide))
+        ours, theirs = (choose.linear(x, each, bias, floats) for each in (packed, wide))
         assert torch.equal(ours, theirs)
     some = torch.randint(0, outputs, (rows,), generator=generator)
-    assert torch.equal(grouped.rows(packed, some, dtype), dequantizing.dequantized(packed, dtype)[some])
+    assert torch.equal(weights.rows(packed, some, dtype), dequantizing.dequantized(packed, dtype)[some])
     # Bytes of each group and numbers of each block, and outputs in full panels.
     sizes = packed.qweight.nbytes + packed.scales.nbytes
     factors = (2 if has_mins else 1) * (8 + 16 / per_block)
@@ -295,14 +294,14 @@ def test_multiples_are_the_scales_that_they_stand_for(
 def test_multiples_that_do_not_fit() -> None:
     qweight = torch.zeros(40, 256, dtype=torch.uint8)
     super_blocks, _ = _multiples(40, 8, 0)
-    packed = grouped.pack_super_blocks(qweight, super_blocks, bits=4, group_size=32)
+    packed = weights.pack_super_blocks(qweight, super_blocks, bits=4, group_size=32)
     for wrong in (
         packed._replace(scales=packed.scales[:, :, :-1].contiguous()),
         packed._replace(zeros=packed.scales),
         packed._replace(scales=packed.scales.transpose(0, 2)),
     ):
         with pytest.raises(RuntimeError, match="not packed for this product"):
-            grouped.grouped_linear(torch.randn(3, 256), wrong)
+            choose.linear(torch.randn(3, 256), wrong)
 
 
 @pytest.mark.parametrize(
@@ -316,11 +315,11 @@ def test_weights_and_inputs_are_rounded_alike(group_size: int, rotated: bool) ->
         x[3], x[4], x[5, 0], x[6, 7], x[7, 1] = 0.0, 1e-31, torch.inf, torch.nan, -torch.inf
         # Weights that are one input each: results say what the inputs are rounded to.
         eye, weight = torch.eye(inputs), torch.randn(70, inputs, generator=generator)
-        packed, found = grouped.rounded(eye, 8, group_size, rotated), []
+        packed, found = copies.rounded(eye, 8, group_size, rotated), []
         for name in (None, "avx512", "avx-vnni", "avx2"):
             with instruction_set(name):
-                weights = [grouped.rounded(weight, bits, group_size, rotated)[:2] for bits in (4, 8)]
-                found.append([grouped.grouped_linear(x, packed).nan_to_num(nan=-77.0), *weights[0], *weights[1]])
+                of_4, of_8 = (copies.rounded(weight, bits, group_size, rotated)[:2] for bits in (4, 8))
+                found.append([choose.linear(x, packed).nan_to_num(nan=-77.0), *of_4, *of_8])
         for each in found[1:]:
             assert all(map(torch.equal, each, found[0]))
         is_nan = found[0][0] == -77.0
@@ -345,10 +344,10 @@ def test_rounding_to_the_nearest(vectors, inputs, outputs, bits, group_size, dty
     weight = (torch.randn(shape, generator=generator) * 0.1).to(dtype)
     weight = weight if layout == "rows" else weight.t()
     with instruction_set(vectors):
-        packed = grouped.rounded(weight, bits, group_size, rotated)
+        packed = copies.rounded(weight, bits, group_size, rotated)
     # In the groups as they are rounded.
     meant = F.pad(weight.double(), (0, -inputs % group_size))
-    result = grouped.values(*grouped.unpacked(packed), bits, group_size).double()
+    result = weights.values(*weights.unpacked(packed), bits, group_size).double()
     if rotated:
         meant = dequantizing.rotated(meant, group_size)
         back = dequantizing.rotated(result, group_size)[:, :inputs] / group_size
@@ -367,7 +366,7 @@ def test_the_compiler(bits: int = 4) -> None:
     """What torch.compile and torch.export ask for, without computing it. A number of rows is left open: read as a
     number, it would make the compiled function one for that number alone.
     """
-    packed, scales = grouped.rounded(torch.randn(70, 100), bits, 64), torch.full((70, 2), 0.1)
+    packed, scales = copies.rounded(torch.randn(70, 100), bits, 64), torch.full((70, 2), 0.1)
     rounded = torch.randn(70, 100)
 
     def use(weight: Tensor, x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
@@ -376,7 +375,7 @@ def test_the_compiler(bits: int = 4) -> None:
         return (
             torch.ops.fastgen.group_extremes(weight, 64, True),
             torch.ops.fastgen.round_to_panels(rounded, scales, bits, 64, True),
-            grouped.grouped_linear(x, packed),
+            choose.linear(x, packed),
             out,
             torch.ops.fastgen.grouped_rows(x, which, packed.qweight, packed.scales, None, None, 70, 100, bits, 64),
         )
@@ -393,8 +392,8 @@ def test_the_compiler(bits: int = 4) -> None:
 def test_weights_of_nothing_and_of_no_numbers(rotated: bool) -> None:
     weight = torch.randn(40, 64)
     weight[3], weight[5, 40], weight[7, 3] = 0.0, torch.inf, torch.nan
-    packed = grouped.rounded(weight, 4, 32, rotated)
-    y = grouped.grouped_linear(torch.ones(2, 64), packed)
+    packed = copies.rounded(weight, 4, 32, rotated)
+    y = choose.linear(torch.ones(2, 64), packed)
     assert (y[:, 3] == 0).all() and not y[:, [5, 7]].isfinite().any()
     assert y[:, [0, 1, 2, 4, 6, 8]].isfinite().all()
 
@@ -411,11 +410,11 @@ def test_what_does_not_fit_is_refused() -> None:
         packed._replace(group_size=96, rotated=True),
     ):
         with pytest.raises(RuntimeError, match="grouped_linear"):
-            grouped.grouped_linear(x, wrong)
-    with pytest.raises(RuntimeError, match="grouped_linear"):
-        grouped.grouped_linear(torch.randn(3, 95), packed)
+            choose.linear(x, wrong)
+    with pytest.raises(RuntimeError, match="linear: x is"):
+        choose.linear(torch.randn(3, 95), packed)
     for group_size in (16, 96, 256):
         with pytest.raises(RuntimeError, match="rotated groups"):
-            grouped.rounded(torch.randn(4, 512), 8, group_size, rotated=True)
+            copies.rounded(torch.randn(4, 512), 8, group_size, rotated=True)
     with pytest.raises(ValueError, match="rotated"):
-        grouped.rows(packed._replace(rotated=True), torch.tensor([0]), torch.float32)
+        weights.rows(packed._replace(rotated=True), torch.tensor([0]), torch.float32)
