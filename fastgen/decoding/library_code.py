@@ -272,9 +272,8 @@ class Reached:
         return names, values
 
     def _add_class(self, kind: type) -> None:
-        for base in kind.__mro__:
-            if base is not object:
-                (self._classes if _is_of_package(base.__module__) else self._derived)[base] = None
+        for base in kind.__mro__[:-1]:  # without `object`
+            (self._classes if _is_of_package(base.__module__) else self._derived)[base] = None
 
     def _is_followed(self, function: FunctionType) -> bool:
         place = _place_of(function)
