@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.ops import _library
 
 # Scores below this are masked: by -inf, or by the smallest number of a type, to which a score has been added.
-_MASKED = -1e30
+_MASKED = -3e4  # the smallest float16 is -65504
 
 
 def stored_topk(scores: Tensor, firsts: Tensor, k: int) -> Tensor:

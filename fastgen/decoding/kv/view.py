@@ -199,6 +199,7 @@ def _float(tensor: Any) -> KVView:
     parts = _parts_of(tensor)
     if parts.prefix.dtype is torch.float32:
         return tensor
+    _require(parts.weight is None)
     own = parts.own()
     own = None if own is None else own.float()
     parts = replace(parts, prefix=parts.prefix.float(), suffix=own, ancestry=None, gathered=[])
@@ -239,7 +240,7 @@ def _reshape(tensor: Any, *shape: Any) -> KVView:
         known, total = math.prod(size for size in wanted if size != -1), math.prod(parts.shape())
         _require(known > 0 and total % known == 0)
         wanted[wanted.index(-1)] = total // known
-    _require(not parts.transposed)
+    _require(not (parts.transposed or parts.by_query))
     for folded in (False, True):
         view = replace(parts, ungrouped=False, folded=folded)
         if list(view.shape()) == wanted:
@@ -252,7 +253,7 @@ def _index(tensor: Any, index: Any) -> KVView:
     parts = _parts_of(tensor)
     everything = slice(None)
     _require(isinstance(index, tuple) and 3 <= len(index) <= 5 and not parts.folded and not parts.ungrouped)
-    _require(parts.group == 1 and not parts.transposed and index[2] is None)
+    _require(parts.group == 1 and not (parts.transposed or parts.by_query) and index[2] is None)
     _require(all(isinstance(part, slice) and part == everything for part in (*index[:2], *index[3:])))
     return KVView._make(replace(parts, ungrouped=True))
 

@@ -100,7 +100,8 @@ def switch_transformers(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs
 
     `selected_experts`, [tokens, 1, experts], is one-hot, or zero beyond the capacity of an expert.
     """
-    if not is_capturing() or kwargs or len(args) != 3 or not args[0].is_cpu:
+    is_float = settings.current().weight_dtype == "fp32"
+    if not is_capturing() or kwargs or len(args) != 3 or not args[0].is_cpu or not is_float:
         return wrapped(*args, **kwargs)
     experts = [*module.values()]
     layers = [(expert.wi, expert.wo) for expert in experts]

@@ -84,6 +84,7 @@ class StepIndexedLayer(StepLayer):
 
     Attributes:
         index: has the keys by which they are chosen; None if it reads the choice of another layer.
+        chooses: whether a hook has its indexer choose among stored positions (`special_models.choose_positions`).
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class StepIndexedLayer(StepLayer):
         cache_length: torch.Tensor | int | Callable[[], torch.Tensor | int],
     ) -> None:
         super().__init__(kv, cache_length)
-        self.index = index
+        self.index, self.chooses = index, False
         kv.always_read_masks()
 
     def update_indexer(self, keys: Tensor) -> Tensor:
         if self.index is None or keys.shape[1] != self.index.width:
             raise CannotBeCaptured("the model stores other keys of an indexer than its prefill")
+        if not self.chooses:
+            raise CannotBeCaptured("an indexer that FastGen has no hook for")
         return _keys_of_index(self.index.write(*_as_kv(keys)))
 
 

@@ -82,6 +82,9 @@ _PALIGEMMA = "PaliGemmaForConditionalGeneration"
 _SOURCE_WITHOUT_MASK = frozenset(
     ("MusicgenMelodyForConditionalGeneration", "VisionEncoderDecoderModel", "WhisperForConditionalGeneration")
 )
+# Models with an indexer whose positions, three for each token, the cache's layers keep beside its keys.
+_KEEP_INDEXER_POSITIONS = frozenset(("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"))
+
 # Inputs that the library passes to steps, which do not read them. Qwen2-Audio reads this one only together with audio,
 # and MusicGen turns its audio prompt into tokens first.
 _UNREAD = {
@@ -184,6 +187,8 @@ def unsupported(model: Any) -> str | None:
         return "K and V of pictures in the cache of the text"  # Mllama
     if hasattr(model.base_model, "_cached_decode_position_ids"):
         return "positions of steps that the model keeps from its prefill"  # GlmImage, with a row for each sequence
+    if class_of(model) in _KEEP_INDEXER_POSITIONS:
+        return "positions that an indexer keeps in the cache"
     if getattr(config, "attention_chunk_size", None) is not None:
         return "chunked attention"
     if getattr(config, "keep_window_size", None) is not None:

@@ -106,6 +106,7 @@ def choose_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: d
     layer = cache.layers[module.layer_idx] if type(cache) is StepCache else None
     if not isinstance(layer, StepIndexedLayer) or layer.index is None:
         return wrapped(*args, **kwargs)
+    layer.chooses = True
     with _ChoosesStored(layer.index):
         return wrapped(*args, **kwargs)
 
