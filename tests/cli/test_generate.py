@@ -242,7 +242,7 @@ def begun(python: str | Path, words: list[Any], partial: Path, batches: int) -> 
         text=True,
         # Tests that run in the background ignore interrupts, and what they start would too. The command yields the
         # processor to this process, which is to see it in the middle.
-        preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), os.nice(19)),
+        preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), os.nice(5)),
     )
     deadline = time.monotonic() + 600
     while not (partial.exists() and partial.read_bytes().count(b'{"batch"') >= batches):
