@@ -28,6 +28,7 @@ OPERATORS = {
     "rms_norm": ("rms_norm", "rms_norm_out"),
     "search_step": ("search_step", "take_beams_"),
     "sort_rows": ("search_step", "sort_rows_out"),
+    "stored_topk": ("stored_topk", "stored_topk"),
     "top_p": ("search_step", "sort_rows_out"),
     "top_two": ("search_step", "top_two_out"),
 }
