@@ -260,11 +260,11 @@ class GuardedModel:
         if reason is not None:
             raise CannotBeCaptured(reason)
         found: dict[int, GuardedState | None] = {}  # states with the same classes share what they reach
-        for at, (known, reached) in enumerate(self._known):
+        for known, reached in tuple(self._known):  # another thread may check the model meanwhile
             if id(reached) not in found:
                 found[id(reached)] = _state(model, reached) if reached.hold() else None
             if known == found[id(reached)]:
-                self._known.insert(0, self._known.pop(at))
+                self._known = [(known, reached), *(each for each in self._known if each[0] is not known)]
                 self._changes = self._length = 0
                 return known
         return self._new_state(model)
@@ -275,7 +275,7 @@ class GuardedModel:
             raise CannotBeCaptured(self._reason)
         reason = library_code.foreign(model)
         if reason is not None:
-            self._known.clear()
+            self._known = []
             self._back_off(reason, _MOST_CALLS_OF_FOREIGN)
             raise CannotBeCaptured(reason)
         reached = Reached.of(model)

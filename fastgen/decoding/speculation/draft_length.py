@@ -377,7 +377,8 @@ class DraftLength:
 
     def _weights(self, rows: Sequence[int]) -> list[float]:
         """Returns the value of the next token of each row: the values of all tokens ahead sum up to `_most_ahead`."""
-        return [(1 - 1 / self._most_ahead) ** (self._tokens[row] - self._slowest) for row in rows]
+        slowest = min(self._tokens[row] for row in rows)  # of those that have not ended
+        return [(1 - 1 / self._most_ahead) ** (self._tokens[row] - slowest) for row in rows]
 
     def _budget(self, plain: float, tokens: int) -> float:
         """Returns the seconds that the call may still lose if it gets this many tokens."""
