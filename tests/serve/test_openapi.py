@@ -52,7 +52,7 @@ def test_drawn_requests(url: str, path: str, mode: GenerationMode) -> None:
     statuses = Counter[int]()
 
     @settings(
-        max_examples=EXAMPLES, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+        max_examples=4 * EXAMPLES, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(case=operation.as_strategy(generation_mode=mode))
