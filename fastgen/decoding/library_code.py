@@ -260,11 +260,8 @@ class Reached:
         """Returns all names in the classes, and what these and the watched names of other namespaces are."""
         names: list[str] = []
         values: list[Any] = []
-        for kind in (
-            *self._classes,
-            *self._derived,
-            Tensor,
-        ):  # all of Tensor takes less time than the names in it that are watched
+        # All of Tensor takes less time than the names in it that are watched.
+        for kind in (*self._classes, *self._derived, Tensor):
             names += vars(kind)
             values += vars(kind).values()
         for scope, watched in self._scopes:
